@@ -21,7 +21,7 @@ def random_basis(
 ) -> Tensor:
     """Orthonormal columns of a random Gaussian matrix, on the shorter side of each matrix.
 
-    The columns are drawn one after the other, so that a narrower draw is a prefix of a wider one (up to rounding).
+    The matrix is drawn whole and cut, so that a narrower basis is a prefix of a wider one (up to rounding).
 
     Args:
         geometry: The tensor's (stack, rows, cols).
@@ -37,8 +37,8 @@ def random_basis(
         4 * min(rows, cols) * width**2 FLOPs for each matrix.
     """
     side = min(geometry.rows, geometry.cols)
-    gaussian = torch.randn(geometry.stack, width, side, generator=generator, dtype=torch.float64)
-    factor, _ = _qr(gaussian.mT)
+    gaussian = torch.randn(geometry.stack, side, side, generator=generator, dtype=torch.float64)
+    factor, _ = _qr(gaussian[:, :, :width])
     return factor.to(device, torch.float64 if dtype == torch.float64 else torch.float32).contiguous()
 
 
@@ -65,9 +65,11 @@ def leading_basis(matrices: Tensor, width: int, generator: torch.Generator) -> T
     """
     stack, rows, cols = matrices.shape
     dtype = torch.float64 if matrices.dtype == torch.float64 else torch.float32
+    if matrices.is_meta:
+        return matrices.new_empty(stack, min(rows, cols), width, dtype=dtype)
     exact = min(rows, cols) <= _EXACT_SIDE
     work = matrices.to(torch.float64 if exact and matrices.device.type == "cpu" else dtype)
-    if rows > cols:
+    if rows >= cols:
         work = work.mT
     compute = _eigenvectors if exact else _range_finder
     peaks = work.abs().amax(dim=(1, 2))
@@ -86,7 +88,7 @@ def _eigenvectors(work: Tensor, width: int, generator: torch.Generator) -> Tenso
     scale = work.abs().amax(dim=(1, 2), keepdim=True)
     work = work / scale
     vectors = _on_host_if_missing(_eigh, torch.bmm(work, work.mT))
-    return vectors.flip(-1)[:, :, :width].clone()
+    return _polished(vectors.flip(-1)[:, :, :width])
 
 
 def _range_finder(work: Tensor, width: int, generator: torch.Generator) -> Tensor:
@@ -101,7 +103,13 @@ def _range_finder(work: Tensor, width: int, generator: torch.Generator) -> Tenso
     q = _on_host_if_missing(_qr, sample)
     inner = torch.bmm(q.mT, basis)
     vectors = _on_host_if_missing(_eigh, torch.bmm(inner, inner.mT))
-    return torch.bmm(q, vectors.flip(-1)[:, :, :width])
+    return _polished(torch.bmm(q, vectors.flip(-1)[:, :, :width]))
+
+
+def _polished(basis: Tensor) -> Tensor:
+    """One Newton step towards orthonormal columns, in storage of its own: B (3 I - B^T B) / 2."""
+    unit = torch.eye(basis.shape[2], dtype=basis.dtype, device=basis.device)
+    return torch.bmm(basis, 1.5 * unit - 0.5 * torch.bmm(basis.mT, basis))
 
 
 def _qr(matrix: Tensor) -> tuple[Tensor, Tensor]:

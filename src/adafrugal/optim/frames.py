@@ -135,15 +135,11 @@ class RunFrame:
         """(line, position in the state, count) of each part that does not wrap; at most two."""
         return _runs(self.offset, self.width, self.geometry.length(self.axis))
 
-    def down(self, full: Tensor, out: Tensor | None = None) -> Tensor:
-        """The lines of ``full``: a view where they do not wrap and no ``out`` is given."""
+    def down(self, full: Tensor) -> Tensor:
+        """The lines of ``full``: a view where they do not wrap."""
         dim = DIM_OF[self.axis]
         views = [full.narrow(dim, line, count) for line, _, count in self.slices()]
-        if out is None:
-            return views[0] if len(views) == 1 else torch.cat(views or [full.narrow(dim, 0, 0)], dim)
-        for view, (_, position, count) in zip(views, self.slices(), strict=True):
-            out.narrow(dim, position, count).copy_(view)
-        return out
+        return views[0] if len(views) == 1 else torch.cat(views or [full.narrow(dim, 0, 0)], dim)
 
     def rest(self, full: Tensor, part: Tensor) -> Tensor:
         """The tensor itself: the lines that are stateful are overwritten by `merge`."""
@@ -190,7 +186,8 @@ class LineFrame:
     Args:
         geometry: The tensor's (stack, rows, cols).
         axis: Which lines.
-        index: The line behind each position of the state, int32, shape (width,).
+        index: The line behind each position of the state, int32, shape (width,), on the tensor's device (for a meta
+            tensor, on the CPU).
     """
 
     geometry: Geometry
@@ -220,11 +217,9 @@ class LineFrame:
         """The first lines in this frame's own order, in storage of their own."""
         return LineFrame(self.geometry, self.axis, self.index[:width].clone())
 
-    def down(self, full: Tensor, out: Tensor | None = None) -> Tensor:
+    def down(self, full: Tensor) -> Tensor:
         """A copy of the lines of ``full``."""
-        if out is None:
-            return full.index_select(DIM_OF[self.axis], self.index)
-        return torch.index_select(full, DIM_OF[self.axis], self.index, out=out)
+        return full.index_select(DIM_OF[self.axis], self.index.to(full.device))
 
     def rest(self, full: Tensor, part: Tensor) -> Tensor:
         """The tensor itself: the lines that are stateful are overwritten by `merge`."""
@@ -232,7 +227,7 @@ class LineFrame:
 
     def merge(self, full: Tensor, part: Tensor) -> None:
         """Overwrite the stateful lines of ``full``."""
-        full.index_copy_(DIM_OF[self.axis], self.index.long(), part)
+        full.index_copy_(DIM_OF[self.axis], self.index.to(full.device, torch.int64), part)
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,23 +266,24 @@ class BasisFrame:
         """The first directions, in storage of their own: a slice would keep the whole basis alive."""
         return BasisFrame(self.geometry, self.basis[:, :, :width].clone())
 
-    def down(self, full: Tensor, out: Tensor | None = None) -> Tensor:
+    def down(self, full: Tensor) -> Tensor:
         """Coordinates in the basis: B^T G from the left, G B from the right."""
-        left, right = (self.basis.mT, full) if self.left else (full, self.basis)
-        return torch.bmm(left, right) if out is None else torch.bmm(left, right, out=out)
+        return torch.bmm(self.basis.mT, full) if self.left else torch.bmm(full, self.basis)
 
     def up(self, part: Tensor) -> Tensor:
         """The way back; ``up(down(G))`` is the orthogonal projection of G."""
         return torch.bmm(self.basis, part) if self.left else torch.bmm(part, self.basis.mT)
 
     def rest(self, full: Tensor, part: Tensor) -> Tensor:
-        """The residual G - up(part), with rounding noise set to zero.
+        """The residual G - up(part), with rounding noise set to zero: its sign would be a full step.
 
-        A residual no larger than 8 eps max|G| is noise of the two products; its sign would be a full step.
+        Noise is what is no larger than eps max|G| max(8, sqrt(side)): the error of the two products grows with the
+        root of the side. With 8 eps max|G| alone, a full-rank basis left noise above the bound at 16 x 24 already.
         """
         residual = full - self.up(part)
         if self.width > 0 and residual.numel() > 0:
-            noise = 8 * torch.finfo(full.dtype).eps * full.abs().amax()
+            factor = max(8.0, math.sqrt(self.basis.shape[1]))
+            noise = factor * torch.finfo(full.dtype).eps * full.abs().amax()
             residual.masked_fill_(residual.abs() <= noise, 0.0)
         return residual
 

@@ -96,7 +96,7 @@ class Job:
         """How many updates each stateful coordinate has had: one number, or a tensor that broadcasts."""
         if self.entered is None:
             return self.step
-        steps = (self.step - self.entered).to(compute_dtype(self.param.dtype))
+        steps = (self.step - self.entered).to(self.param.device, compute_dtype(self.param.dtype))
         assert isinstance(self.frame, (RunFrame, LineFrame))
         return steps.view(1, -1, 1) if self.frame.axis == "rows" else steps.view(1, 1, -1)
 

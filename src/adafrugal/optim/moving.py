@@ -90,7 +90,13 @@ def move(
     if isinstance(old, BasisFrame) and isinstance(new, BasisFrame):
         rotation = torch.bmm(new.basis.mT, old.basis) if how == "project" else None
         for name in list(state):
-            state[name] = _moved_basis(state.pop(name), old, new, rotation, powers[name])
+            moment = state.pop(name)
+            if rotation is not None:
+                state[name] = _rotated(moment, old, rotation, powers[name])
+            else:
+                kept = min(old.width, new.width) if how == "carry" else 0
+                fresh = moment.new_zeros(new.state_shape)
+                state[name] = _transfer(moment, fresh, 1 if old.left else 2, [(0, 0, kept)])
         return None
     if not isinstance(old, (RunFrame, LineFrame)) or not isinstance(new, (RunFrame, LineFrame)):
         raise TypeError("moments move between two line frames or between two bases")
@@ -109,14 +115,7 @@ def move(
     return _transfer(before, ages, 0, runs)
 
 
-def _moved_basis(moment: Tensor, old: BasisFrame, new: BasisFrame, rotation: Tensor | None, power: int) -> Tensor:
-    """One moment under a new basis: rotated where a rotation is given, else the same numbers cut to fit."""
-    if rotation is not None:
-        factor = rotation if power == 1 else rotation.square()
-        factor = factor.to(moment.dtype)
-        return torch.bmm(factor, moment) if old.left else torch.bmm(moment, factor.mT)
-    fresh = moment.new_zeros(new.state_shape)
-    width = min(old.width, new.width)
-    dim = 1 if old.left else 2
-    fresh.narrow(dim, 0, width).copy_(moment.narrow(dim, 0, width))
-    return fresh
+def _rotated(moment: Tensor, old: BasisFrame, rotation: Tensor, power: int) -> Tensor:
+    """One moment in the coordinates of a new basis."""
+    factor = (rotation if power == 1 else rotation.square()).to(moment.dtype)
+    return torch.bmm(factor, moment) if old.left else torch.bmm(moment, factor.mT)

@@ -238,7 +238,7 @@ class Placement:
             state["step"] -= youngest
             entered = entered - youngest
             if bool(entered.any()):
-                state["entered"] = entered.to(param.device)
+                state["entered"] = entered if param.is_meta else entered.to(param.device)
         if "basis" in state and isinstance(new, BasisFrame):
             state["basis"] = new.basis
         place.ages = _ages(state.get("entered"))

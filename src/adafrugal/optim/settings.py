@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -214,7 +215,25 @@ def complete_group(part: Group, defaults: Mapping[str, Any], before: Sequence[Gr
         items.append(Item(name, subspace.geometry(tuple(param.shape), stacked, lowest_density(group))))
     end = group.get("density_end")
     subspace.check(items, group["density_start"], group["density"] if end is None else end)
+    _warn_of_lost_updates(group, method)
     return group
+
+
+def _warn_of_lost_updates(group: Group, method: str) -> None:
+    """Say that weights of low precision without compensation lose small updates."""
+    dtypes = {param.dtype for param in group["params"]}
+    if torch.bfloat16 in dtypes and group["rounding"] == "nearest":
+        warnings.warn(
+            f"{method}: bfloat16 weights with rounding='nearest' lose every update below half a spacing; "
+            "use rounding='stochastic' or 'kahan'",
+            stacklevel=5,
+        )
+    if torch.float16 in dtypes and group["rounding"] != "kahan":
+        warnings.warn(
+            f"{method}: float16 weights are rounded to nearest and lose every update below half a spacing; "
+            "use rounding='kahan', bfloat16 weights, or float32 weights under autocast",
+            stacklevel=5,
+        )
 
 
 def _check_tensor(param: Tensor, name: str, group: Group, takes_vectors: bool, method: str) -> None:

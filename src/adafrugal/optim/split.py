@@ -385,7 +385,12 @@ class SplitOptimizer(Optimizer):
             NonFiniteError: If the deferred check has found something: a broken state is not worth saving.
         """
         self.verify_finite()
-        return state.saved_state(self.param_groups, self.state, self._places(), self.state_layout)
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        saved = state.saved_state(self.param_groups, self.state, self._places(), self.state_layout)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            saved = after(self, saved) or saved
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a saved state, by name where names are known on both sides.

@@ -101,7 +101,7 @@ class LineSubspace:
             return RunFrame(geometry, self.axis, 0, width)
         if self.scattered:
             order = torch.randperm(length, generator=generator)[:width].to(torch.int32)
-            return LineFrame(geometry, self.axis, order.to(tensor.device))
+            return LineFrame(geometry, self.axis, order if tensor.is_meta else order.to(tensor.device))
         offset = int(torch.randint(length, (), generator=generator))
         return RunFrame(geometry, self.axis, offset, width)
 
