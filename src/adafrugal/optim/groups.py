@@ -19,7 +19,7 @@ Group = dict[str, Any]
 
 _WRAPPERS = re.compile(r"(^module\.|_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.)")
 _HEAD_NAMES = {"lm_head", "head", "heads", "classifier", "score", "embed_out", "qa_outputs", "output_projection"}
-_EMBEDDING_NAMES = ("embed", "wte", "wpe", "word_embeddings", "lm_head", "shared.weight")
+_EMBEDDING_NAMES = ("embed", "wte", "wpe", "shared.weight")
 _THINNEST = 16
 
 
@@ -333,7 +333,8 @@ def _by_shape(param: Tensor, name: str) -> _Claim:
         raise TypeError(f"optimizer can only optimize tensors, but got {type(param).__name__}")
     if param.ndim < 2 or param.numel() == 0:
         return _Claim("stateful", "vectors", False, f"{param.ndim}-D, by shape")
-    if any(word in name for word in _EMBEDDING_NAMES):
+    head = not _in_block(name) and bool(_HEAD_NAMES & set(name.split(".")))
+    if head or any(word in name for word in _EMBEDDING_NAMES):
         return _Claim("stateful", "vectors", False, "embedding or head, by name")
     stacked = param.ndim == 3
     rows, cols = param.shape[-2:] if stacked else (param.shape[0], param.numel() // param.shape[0])
