@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from adafrugal.optim.split import SplitOptimizer
 
@@ -124,3 +125,24 @@ def state_tensors(optimizer: SplitOptimizer) -> list[Tensor]:
 def same_parameters(first: nn.Module, second: nn.Module) -> bool:
     """Whether all parameters are bit-equal."""
     return all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def peak_bytes(run: Callable[[], object], before: Callable[[], object] = lambda: None) -> int:
+    """Highest number of bytes allocated while `run` runs, above what was held when it began.
+
+    `before` runs under the profiler too: it knows the size of what is freed only where it saw it allocated.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        before()
+        with record_function("measured"):
+            run()
+    events = sorted(prof.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    start = next(event.start_ns() for event in events if event.name() == "measured")
+    used = held = highest = 0
+    for event in events:
+        if event.name() == "[memory]":
+            used += event.nbytes()
+            if event.start_ns() < start:
+                held = highest = used
+            highest = max(highest, used)
+    return highest - held

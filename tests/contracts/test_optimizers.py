@@ -85,8 +85,8 @@ def assert_plain(value: object) -> None:
 def test_it_learns_and_leaves_plain_data(make) -> None:
     model = tiny_model()
     optimizer = make(model)
-    losses = train(model, optimizer, 0, 40) if "adafrugal" not in str(make) else train(model, optimizer)
-    assert all(map(lambda x: x == x, losses))
+    losses = train(model, optimizer)
+    assert all(loss == loss for loss in losses)
     assert sum(losses[-5:]) < sum(losses[:5]), "the loss falls"
     state = optimizer.state_dict()
     assert_plain(state)
@@ -133,10 +133,7 @@ def test_padded_shapes_depend_on_settings_alone(make) -> None:
 @every_method
 @pytest.mark.parametrize("state_dtype", [None, torch.bfloat16], ids=str)
 def test_bytes_held_are_bytes_promised_before_and_after_each_shrink(make, state_dtype) -> None:
-    if make is MAKERS["signsgd"]:
-        settings = {}
-    else:
-        settings = {"state_dtype": state_dtype}
+    settings = {} if make is MAKERS["signsgd"] else {"state_dtype": state_dtype}
     model = tiny_model()
     optimizer = make(model, **settings)
     for step in range(STEPS):

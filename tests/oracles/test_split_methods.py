@@ -178,7 +178,7 @@ def random_basis(grad, cursor, width, name):
 )
 @pytest.mark.parametrize("shape", [(16, 24), (24, 16), (16, 16)])
 def test_frugal_on_bases(subspace, density, dtype, shape, how) -> None:
-    """Not for a low-rank svd in float32, whose basis turns with the last bit, nor for carry, which depends on signs."""
+    """Not for a low-rank svd in float32, whose basis turns with the last bit, nor for its carry: signs are arbitrary."""
     grads = gradient_sequence([shape], STEPS, dtype)
     params = parameters([shape], dtype)
     start = params[0].detach().clone()

@@ -1,5 +1,7 @@
 """A NaN is found: in the stateless rest, where its sign would hide it, and in the stateful part, where it stays."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -46,15 +48,14 @@ def test_deferred_is_read_at_refresh_observation_and_on_request() -> None:
         model.blocks[1].up.weight.grad[3, 3] = torch.nan
         opt.step()
         opt.zero_grad()
+        reads = {
+            "refresh": lambda: train_tiny(model, opt, range(3, 9)),
+            "observe": lambda: opt.observe(1.0),
+            "verify": opt.verify_finite,
+            "add": lambda: opt.add_param_group({"params": [nn.Parameter(torch.zeros(3))]}),
+        }
         with pytest.raises(NonFiniteError, match=r"blocks\.1\.up\.weight"):
-            if read == "refresh":
-                train_tiny(model, opt, range(3, 9))
-            elif read == "observe":
-                opt.observe(1.0)
-            elif read == "verify":
-                opt.verify_finite()
-            else:
-                opt.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+            reads[read]()
 
 
 @pytest.mark.parametrize("subspace", SUBSPACES)
@@ -99,12 +100,9 @@ def test_a_load_forgets_what_was_found() -> None:
     model = tiny_model()
     opt = FRUGAL(model)
     train_tiny(model, opt, range(2))
-    good = opt.state_dict()
+    good = copy.deepcopy(opt.state_dict())
     tiny_loss(model, 2).backward()
     model.blocks[0].up.weight.grad.fill_(torch.nan)
-    import copy
-
-    good = copy.deepcopy(good)
     opt.step()
     with pytest.raises(NonFiniteError):
         opt.verify_finite()
@@ -121,7 +119,9 @@ def test_the_deferred_check_never_waits_for_a_device() -> None:
     tiny_loss(model, 2).backward()
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        seen: list[str] = []
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[str] = []
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             self.seen.append(str(func))
