@@ -152,7 +152,7 @@ def test_frugal_on_blocks(subspace, how, path, dtype) -> None:
 
 
 def svd_basis(grad, cursor, width):
-    """LAPACK's vectors are orthogonal to a few eps only; at full rank that would show in the residual, so QR polishes."""
+    """LAPACK's vectors are orthogonal to a few eps only; at full rank the residual would show it, so QR polishes."""
     u, _, vh = torch.linalg.svd(grad, full_matrices=False)
     return torch.linalg.qr(u[:, :width] if grad.shape[0] < grad.shape[1] else vh[:width].T)[0]
 
@@ -178,7 +178,7 @@ def random_basis(grad, cursor, width, name):
 )
 @pytest.mark.parametrize("shape", [(16, 24), (24, 16), (16, 16)])
 def test_frugal_on_bases(subspace, density, dtype, shape, how) -> None:
-    """Not for a low-rank svd in float32, whose basis turns with the last bit, nor for its carry: signs are arbitrary."""
+    """Not for a low-rank svd in float32, whose basis turns with the last bit, nor for its carry: signs are free."""
     grads = gradient_sequence([shape], STEPS, dtype)
     params = parameters([shape], dtype)
     start = params[0].detach().clone()

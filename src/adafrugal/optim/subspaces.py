@@ -161,7 +161,7 @@ class BasisSubspace:
     def fit(self, geometry: Geometry, tensor: Tensor, width: int, generator: torch.Generator) -> AnyFrame:
         """Draw or compute the basis in float32 or better; a zero gradient falls back to a random one."""
         if width == 0:
-            return RunFrame.empty(geometry)
+            return RunFrame(geometry, "rows" if geometry.rows < geometry.cols else "cols", 0, 0)
         if self.source == "random":
             return BasisFrame(geometry, random_basis(geometry, width, generator, tensor.dtype, tensor.device))
         return BasisFrame(geometry, leading_basis(tensor.reshape(geometry.shape), width, generator))

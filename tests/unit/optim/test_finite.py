@@ -39,23 +39,25 @@ def test_deferred_names_the_parameter_and_the_step_wherever_the_number_falls(sub
         assert "Go back to the last good checkpoint" in str(caught.value)
 
 
-def test_deferred_is_read_at_refresh_observation_and_on_request() -> None:
-    for read in ("refresh", "observe", "verify", "add"):
-        model = tiny_model()
-        opt = AdaFRUGAL(model, 1e-3, total_steps=20, update_gap=4)
-        train_tiny(model, opt, range(2))
-        tiny_loss(model, 2).backward()
-        model.blocks[1].up.weight.grad[3, 3] = torch.nan
-        opt.step()
-        opt.zero_grad()
-        reads = {
-            "refresh": lambda: train_tiny(model, opt, range(3, 9)),
-            "observe": lambda: opt.observe(1.0),
-            "verify": opt.verify_finite,
-            "add": lambda: opt.add_param_group({"params": [nn.Parameter(torch.zeros(3))]}),
-        }
-        with pytest.raises(NonFiniteError, match=r"blocks\.1\.up\.weight"):
-            reads[read]()
+READS = {
+    "refresh": lambda model, opt: train_tiny(model, opt, range(3, 9)),
+    "observe": lambda model, opt: opt.observe(1.0),
+    "verify": lambda model, opt: opt.verify_finite(),
+    "add": lambda model, opt: opt.add_param_group({"params": [nn.Parameter(torch.zeros(3))]}),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
+def test_deferred_is_read_at_refresh_observation_and_on_request(read) -> None:
+    model = tiny_model()
+    opt = AdaFRUGAL(model, 1e-3, total_steps=20, update_gap=4)
+    train_tiny(model, opt, range(2))
+    tiny_loss(model, 2).backward()
+    model.blocks[1].up.weight.grad[3, 3] = torch.nan
+    opt.step()
+    opt.zero_grad()
+    with pytest.raises(NonFiniteError, match=r"blocks\.1\.up\.weight"):
+        read(model, opt)
 
 
 @pytest.mark.parametrize("subspace", SUBSPACES)
