@@ -7,13 +7,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from adafrugal import FRUGAL, AdaFRUGAL
 from adafrugal.core.errors import ConfigError
 from adafrugal.core.values import Clock, Snapshot
 from adafrugal.optim.schedules import ConstantPolicy, DensityDecay, LearningRate, PlateauGap
 from problems import follow, gradient_sequence, parameters, split_group, tiny_model, train_tiny
-from torch.multiprocessing.reductions import StorageWeakRef
 
 SHAPE = (32, 48)
 
