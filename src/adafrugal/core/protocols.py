@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from adafrugal.core.values import Budget, Cost, Decision, Snapshot
+from adafrugal.core.values import Backward, Budget, Decision, Snapshot
 
 State = dict[str, Tensor]
 PolicyMemory = Mapping[str, Any]
@@ -165,23 +165,32 @@ class Subspace(Protocol):
         ...
 
 
-@runtime_checkable
+class Task(Protocol):
+    """What is learnt: a loss that is a sum over targets, so that micro-batches of any size add up."""
+
+    def num_targets(self, batch: Tensor) -> int:
+        """How many targets a micro-batch has; known before the model has run."""
+        ...
+
+    def loss_sum(self, model: nn.Module, batch: Tensor) -> Tensor:
+        """The loss in nats, summed over the targets of a micro-batch; a scalar in float32 with a graph."""
+        ...
+
+
 class GradientSource(Protocol):
     """Where gradients come from: plain backprop, backprop fused with the update, later replayed seeds."""
 
-    def run(
-        self, model: nn.Module, batches: Sequence[Any], loss: Callable[[nn.Module, Any], Tensor], sink: GradSink
-    ) -> tuple[Tensor, Cost]:
+    def run(self, model: nn.Module, batches: Sequence[Tensor], task: Task, sink: GradSink) -> Backward:
         """Hand the gradient of each trainable parameter to the sink exactly once.
 
         Args:
             model: The model, in training mode.
-            batches: The micro-batches of one global batch.
-            loss: Returns the **sum** over targets of the loss of one micro-batch.
+            batches: The micro-batches of one global batch; the gradient is that of their mean loss over all targets.
+            task: The loss.
             sink: Receives (parameter, gradient).
 
         Returns:
-            The loss summed over all targets, detached, and what it cost.
+            The mean loss, the norm of the gradient where it is known, and what it cost.
         """
         ...
 

@@ -146,6 +146,23 @@ class Decision:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Backward:
+    """What one forward and backward over a global batch gave.
+
+    Args:
+        loss: Mean loss over all targets, in nats.
+        num_targets: How many targets there were.
+        grad_norm: Global norm of the gradient before clipping, or None where no one saw all of it at once.
+        cost: FLOPs and tokens; seconds are the caller's to bill.
+    """
+
+    loss: float
+    num_targets: int
+    grad_norm: float | None
+    cost: Cost
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepReport:
     """What one training step did.
 

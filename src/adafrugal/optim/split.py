@@ -153,8 +153,6 @@ class SplitOptimizer(Optimizer):
         self._attachment: Attachment | None = None
         self._in_step = False
 
-    # --- groups -------------------------------------------------------------------------------------------------
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; one that says neither role nor subspace is split by shape, and may become two.
 
@@ -176,17 +174,16 @@ class SplitOptimizer(Optimizer):
 
     def set_density(self, density: float) -> None:
         """Write a density into all split groups; a fall takes effect at the next step, a rise at the next refresh."""
-        for group in self.split_groups:
-            check_group({**group, "density": density}, self.defaults, f"{self._method}.set_density")
-            group["density"] = density
+        self._write("density", density)
 
     def set_update_gap(self, update_gap: int) -> None:
         """Write a gap in steps into all split groups; it is compared with the steps since the last refresh."""
-        for group in self.split_groups:
-            check_group({**group, "update_gap": update_gap}, self.defaults, f"{self._method}.set_update_gap")
-            group["update_gap"] = update_gap
+        self._write("update_gap", update_gap)
 
-    # --- the step -----------------------------------------------------------------------------------------------
+    def _write(self, name: str, value: float) -> None:
+        for group in self.split_groups:
+            check_group({**group, name: value}, self.defaults, f"{self._method}.set_{name}")
+            group[name] = value
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -240,9 +237,7 @@ class SplitOptimizer(Optimizer):
 
     def _turn(self, groups: Sequence[Group]) -> None:
         """Shrink what has fallen, refresh what is due."""
-        if self.check_finite == "deferred" and any(
-            g["refreshed_at"] is not None and clocks.refresh_is_due(g) for g in groups
-        ):
+        if any(group["refreshed_at"] is not None and clocks.refresh_is_due(group) for group in groups):
             self.verify_finite()
         placement = self._places()
         for group in groups:
@@ -284,8 +279,6 @@ class SplitOptimizer(Optimizer):
             if self._attachment is not None:
                 self._attachment.watch(param)
 
-    # --- fused into backward --------------------------------------------------------------------------------------
-
     def attach(
         self,
         model: nn.Module,
@@ -319,7 +312,7 @@ class SplitOptimizer(Optimizer):
                 f"{self._method}.attach(model)", "a second attach", "one attachment at a time", "Call detach() first."
             )
         names = {param: place.item.name for param, place in self._places().places.items()}
-        self._attachment = Attachment(self._update_in_backward, names)
+        self._attachment = Attachment(self.update_parameter, names)
 
     def detach(self) -> None:
         """Take the hooks off; from the next backward on, gradients stay and `step` updates as usual."""
@@ -337,14 +330,15 @@ class SplitOptimizer(Optimizer):
         """Makes a GradScaler hand its scale to `step` while attached, where it is refused."""
         return self._attachment is not None
 
-    def _update_in_backward(self, param: Tensor) -> None:
-        """Update one parameter now."""
+    def update_parameter(self, param: Tensor) -> None:
+        """Update one parameter from its gradient now; the step that this belongs to ends with `step`.
+
+        For a gradient source that hands gradients over one by one; `attach` calls it from hooks of its own.
+        """
         self._look_at([param])
         self._begin_step()
         place = self._places().places[param]
         self._update(self.param_groups[place.group], [(place.index, param)])
-
-    # --- state, memory, reports -----------------------------------------------------------------------------------
 
     def verify_finite(self) -> None:
         """Read what the deferred check remembers.

@@ -1,0 +1,1 @@
+"""Axis 2, gradients: where they come from, behind one protocol."""

@@ -1,0 +1,156 @@
+"""From a configuration to the parts of a run: text, tokenizer, model, optimizer, gradient source, judge."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from adafrugal.core.errors import ConfigError
+from adafrugal.core.protocols import GradientSource, GradSink
+from adafrugal.data.corpus import Corpus, open_corpus
+from adafrugal.data.loader import open_windows, pack, scored_bytes, validation_windows
+from adafrugal.data.tasks import NextToken
+from adafrugal.data.tokenizer import Tokenizer, TokenizerConfig, check_vocabulary, open_tokenizer
+from adafrugal.data.windows import Windows
+from adafrugal.gradients.backprop import Backprop, FusedBackprop, keep_gradient
+from adafrugal.laws.flops import FlopMeter
+from adafrugal.optim.attach import refuse_unfusable
+from adafrugal.optim.split import SplitOptimizer
+from adafrugal.train.config import TrainConfig
+from adafrugal.train.evaluate import Evaluator
+from adafrugal.train.models import build_model, choose_device, is_preset, vocabulary_of
+from adafrugal.train.optimizers import build_optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a run is made of.
+
+    Args:
+        device: Where the model lives.
+        corpus: The text.
+        tokenizer: Its tokenizer.
+        model: The model, in training mode.
+        windows: Training windows, resumable.
+        optimizer: Over the model's parameters.
+        task: The loss.
+        source: Where gradients come from.
+        sink: Where they go.
+        evaluator: The judge, on held-out text.
+        micro_sequences: Windows of one forward and backward.
+    """
+
+    device: torch.device
+    corpus: Corpus
+    tokenizer: Tokenizer
+    model: nn.Module
+    windows: Windows
+    optimizer: Optimizer
+    task: NextToken
+    source: GradientSource
+    sink: GradSink
+    evaluator: Evaluator
+    micro_sequences: int
+
+
+def cache_folder() -> Path:
+    """Where trained tokenizers are kept between runs: ``$ADAFRUGAL_CACHE``, or the user's cache folder."""
+    root = os.environ.get("ADAFRUGAL_CACHE")
+    base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return Path(root) if root else base / "adafrugal"
+
+
+def assemble(config: TrainConfig, say: Callable[[str], None]) -> Parts:
+    """Make all parts, and refuse what cannot work before any of it is slow.
+
+    Args:
+        config: What to make.
+        say: Told what is going on.
+
+    Raises:
+        ConfigError: For settings that do not fit each other or the model.
+        DataError: For text or a tokenizer that cannot be used.
+    """
+    device = choose_device(config.device)
+    micro = _micro_sequences(config)
+    corpus = open_corpus(config.text)
+    size = "a stream" if corpus.num_bytes is None else f"{corpus.num_bytes / 1e6:.1f} MB"
+    say(f"text: {corpus.name}, {size}" + "".join(f"; {note}" for note in corpus.notes))
+    tokenizer = open_tokenizer(_tokenizer_config(config), corpus, cache_folder())
+    model = build_model(config, tokenizer.vocab_size, device)
+    check_vocabulary(tokenizer, vocabulary_of(model))
+    optimizer = build_optimizer(config.optim, model, config.seed)
+    num_parameters = sum(param.numel() for param in model.parameters())
+    say(f"model: {config.model}, {num_parameters / 1e6:.2f}M parameters, on {device}; tokenizer: {tokenizer.name}")
+    length = config.batch.sequence_length
+    windows = open_windows(corpus, tokenizer, length, config.seed)
+    held_out = validation_windows(pack(corpus.validation(), tokenizer), length, config.eval.windows)
+    meter = FlopMeter(device)
+    task = NextToken(autocast=config.autocast)
+    num_bytes = scored_bytes(held_out, tokenizer.token_bytes)
+    sink: GradSink = keep_gradient
+    source: GradientSource = Backprop(meter, config.max_grad_norm)
+    if config.fused_backward:
+        source, sink = _fused(config, optimizer, meter, micro)
+    return Parts(
+        device=device,
+        corpus=corpus,
+        tokenizer=tokenizer,
+        model=model,
+        windows=windows,
+        optimizer=optimizer,
+        task=task,
+        source=source,
+        sink=sink,
+        evaluator=Evaluator(held_out, num_bytes, task, micro, meter),
+        micro_sequences=micro,
+    )
+
+
+def _micro_sequences(config: TrainConfig) -> int:
+    """Windows of one forward and backward; more than a step has is an error, not a smaller step."""
+    micro = config.batch.micro_sequences or config.batch.sequences
+    if micro > config.batch.sequences:
+        raise ConfigError(
+            f"--batch.sequences {config.batch.sequences} --batch.micro_sequences {micro}",
+            micro,
+            f"at most the {config.batch.sequences} windows of a step",
+            "Lower batch.micro_sequences.",
+        )
+    return micro
+
+
+def _tokenizer_config(config: TrainConfig) -> TokenizerConfig:
+    """The tokenizer that is asked for, or else the one that a loaded model came with."""
+    if config.tokenizer == TokenizerConfig() and not is_preset(config.model):
+        return TokenizerConfig(name=config.model)
+    return config.tokenizer
+
+
+def _fused(config: TrainConfig, optimizer: Optimizer, meter: FlopMeter, micro: int) -> tuple[GradientSource, GradSink]:
+    """The source and sink of an update inside backward."""
+    if not isinstance(optimizer, SplitOptimizer):
+        raise ConfigError(
+            f"--optim.name {config.optim.name} --fused_backward true",
+            config.optim.name,
+            "one of the package's own optimizers",
+            "Choose another optimizer, or leave fused_backward off.",
+        )
+    pieces = -(-config.batch.sequences // micro)
+    refuse_unfusable(
+        accumulation_steps=pieces,
+        max_grad_norm=config.max_grad_norm,
+        grad_scaler=None,
+        check_finite=optimizer.check_finite,
+    )
+
+    def update(param: nn.Parameter, grad: torch.Tensor) -> None:
+        optimizer.update_parameter(param)
+
+    return FusedBackprop(meter), update

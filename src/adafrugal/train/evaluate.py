@@ -1,0 +1,77 @@
+"""Judging a model on a fixed set of held-out windows: loss, perplexity, bits per byte, and what judging cost."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from adafrugal.core.protocols import Task
+from adafrugal.core.values import Cost
+from adafrugal.laws.flops import FlopMeter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What one evaluation found.
+
+    Args:
+        loss: Mean loss in nats per scored token.
+        bits_per_byte: Nats of the scored tokens / ln 2 / UTF-8 bytes of the scored tokens.
+        cost: FLOPs and seconds; no training tokens.
+    """
+
+    loss: float
+    bits_per_byte: float
+    cost: Cost
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinity where that overflows."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+class Evaluator:
+    """Scores the same windows at every call, in the same pieces, so that evaluations are comparable bit by bit.
+
+    Args:
+        windows: Ids, int64 (num_windows, sequence_length).
+        num_bytes: UTF-8 bytes of the scored tokens.
+        task: The loss.
+        piece: Windows of one forward.
+        meter: Counts FLOPs.
+    """
+
+    def __init__(self, windows: Tensor, num_bytes: int, task: Task, piece: int, meter: FlopMeter) -> None:
+        self._windows = windows
+        self._num_bytes = num_bytes
+        self._task = task
+        self._piece = piece
+        self._meter = meter
+
+    @torch.no_grad()
+    def run(self, model: nn.Module) -> Evaluation:
+        """Judge the model as it is; its mode is put back."""
+        start = time.monotonic()
+        was_training = model.training
+        device = next(model.parameters()).device
+        model.eval()
+        nats, num_targets, flops = 0.0, 0, 0
+        for piece in cast(tuple[Tensor, ...], self._windows.split(self._piece)):
+            batch = piece.to(device)
+            score = partial(self._task.loss_sum, model, batch)
+            loss, counted = self._meter.measure(("evaluation", tuple(batch.shape)), score)
+            nats += float(loss)
+            num_targets += self._task.num_targets(batch)
+            flops += counted
+        model.train(was_training)
+        return Evaluation(
+            loss=nats / num_targets,
+            bits_per_byte=nats / math.log(2) / self._num_bytes if self._num_bytes else math.nan,
+            cost=Cost(flops=flops, seconds=time.monotonic() - start),
+        )
