@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, cast, get_args, get_type_hints
+from typing import Any, Literal, NoReturn, cast, get_args, get_origin, get_type_hints
 
 from adafrugal.core.errors import ConfigError, FourFactsError, nearest_name
 from adafrugal.data.libraries import load_library
+from adafrugal.optim.methods import METHODS
 from adafrugal.train.config import TrainConfig, as_plain
 from adafrugal.train.console import open_console
 from adafrugal.train.job import CONFIG_FILE, new_folder, resolved_out, run_training
 
 COMMANDS = {"train": "train a language model on text, inside a budget"}
+_SECTIONS = {
+    "text": "TextConfig",
+    "tokenizer": "TokenizerConfig",
+    "optim": "|".join(METHODS.factory(name).__name__ for name in METHODS.names()),
+}
 # What may differ when a run goes on: where it lives, and how much it says.
 _FREE_ON_RESUME = ("out", "log_every_steps", "track", "device")
 
@@ -48,8 +54,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         return _train(words[1:])
     except FourFactsError as error:
-        print(f"adafrugal: {error}", file=sys.stderr)
+        print(f"adafrugal: {_as_options(str(error))}", file=sys.stderr)
         return 2
+
+
+def _as_options(text: str) -> str:
+    """An error's text with calls of the classes behind the options turned into the options themselves."""
+    for section, classes in _SECTIONS.items():
+        text = re.sub(rf"\b(?:{classes})\((\w+)=([^()]*)\)", rf"--{section}.\1 \2", text)
+    return text
 
 
 def _print_help() -> None:
@@ -84,12 +97,35 @@ def _as_config_error(message: str, error: Exception | None) -> ConfigError:
         if isinstance(cause, ConfigError):
             return cause
         cause = cause.__cause__ or cause.__context__
-    first = " ".join(line.strip() for line in message.strip().splitlines() if line.strip())
-    return ConfigError("adafrugal train", first, "what adafrugal train --help lists", "Correct the option.")
+    flat = " ".join(message.split())
+    key = re.search(r'key "([^"]+)"', flat)
+    value = re.search(r"(?:Given value|Got value): (.*?)(?: Given value type.*)?$", flat)
+    kinds = dict(_options(TrainConfig))
+    if key and value and key.group(1) in kinds:
+        name, given = key.group(1), value.group(1)
+        return ConfigError(
+            f"--{name} {given}", given, _words(kinds[name]), "adafrugal train --help says what it is for."
+        )
+    return ConfigError("adafrugal train", flat, "what adafrugal train --help lists", "Correct the option.")
+
+
+def _words(kind: Any) -> str:
+    """What a type allows, in words."""
+    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
+    if kind in names:
+        return names[kind]
+    parts = get_args(kind)
+    if not parts:
+        return str(getattr(kind, "__name__", kind))
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(str(part) for part in parts)
+    if get_origin(kind) is tuple:
+        inner = [part for part in parts if part is not Ellipsis]
+        return f"a list of {'any length' if Ellipsis in parts else len(parts)}, each {_words(inner[0])}"
+    return " or ".join(_words(part) for part in parts)
 
 
 def _train(words: list[str]) -> int:
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
     check_names(words)
     parser = train_parser()
     parsed = parser.parse_args(words)
@@ -145,17 +181,14 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str 
 # --- names, sources, and the file that records them -----------------------------------------------------------------
 
 
-def known_names(config_class: type, prefix: str = "") -> list[str]:
-    """All options of a configuration class, dotted: ``optim.lr`` and so on, groups included."""
-    names: list[str] = []
+def _options(config_class: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """All options of a configuration class with their types, dotted, sections included."""
     hints = get_type_hints(config_class)
     for field in dataclasses.fields(config_class):
-        names.append(prefix + field.name)
-        kinds = [hints[field.name], *get_args(hints[field.name])]
-        nested = next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
-        if isinstance(nested, type):
-            names += known_names(nested, f"{prefix}{field.name}.")
-    return names
+        kind = hints[field.name]
+        yield prefix + field.name, kind
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            yield from _options(kind, f"{prefix}{field.name}.")
 
 
 def check_names(words: Sequence[str]) -> None:
@@ -164,7 +197,7 @@ def check_names(words: Sequence[str]) -> None:
     Raises:
         ConfigError: Also for a file that is missing or no YAML.
     """
-    known = known_names(TrainConfig)
+    known = [name for name, _ in _options(TrainConfig)]
     for i, word in enumerate(words):
         if not word.startswith("--"):
             continue

@@ -24,8 +24,8 @@ from adafrugal.optim.attach import refuse_unfusable
 from adafrugal.optim.split import SplitOptimizer
 from adafrugal.train.config import TrainConfig
 from adafrugal.train.evaluate import Evaluator
-from adafrugal.train.models import build_model, choose_device, is_preset, vocabulary_of
-from adafrugal.train.optimizers import build_optimizer
+from adafrugal.train.models import build_model, check_model_name, choose_device, is_preset, vocabulary_of
+from adafrugal.train.optimizers import build_optimizer, check_optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +78,8 @@ def assemble(config: TrainConfig, say: Callable[[str], None]) -> Parts:
         DataError: For text or a tokenizer that cannot be used.
     """
     device = choose_device(config.device)
+    check_model_name(config.model)
+    check_optimizer(config.optim)
     micro = _micro_sequences(config)
     corpus = open_corpus(config.text)
     size = "a stream" if corpus.num_bytes is None else f"{corpus.num_bytes / 1e6:.1f} MB"

@@ -10,7 +10,7 @@ import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -61,7 +61,7 @@ class Checkpoints:
             for name, part in parts.items():
                 path = aside / f"{name}.pt"
                 with path.open("wb") as stream:
-                    torch.save(part, stream)
+                    _save(part, stream)
                     _sync(stream.fileno())
                 files[path.name] = {"bytes": path.stat().st_size, "sha256": _hash(path)}
             manifest = {"format_version": FORMAT_VERSION, "step": step, "files": files}
@@ -140,6 +140,17 @@ def _fault(path: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def _save(part: Any, stream: BinaryIO) -> None:
+    """torch.save, with a disk that refuses shown as OSError: torch turns it into a RuntimeError about positions."""
+    try:
+        torch.save(part, stream)
+    except RuntimeError as error:
+        reason = error.__context__
+        if isinstance(reason, OSError):
+            raise reason from error
+        raise OSError(str(error).splitlines()[0]) from error
 
 
 def _hash(path: Path) -> str:

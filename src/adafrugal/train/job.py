@@ -154,6 +154,12 @@ def _versions() -> dict[str, str]:
     return found
 
 
+def _settings_in_force(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's plain settings as they were at the end, with the peak rate in place of the last one."""
+    plain = {k: v for k, v in group.items() if isinstance(v, (int, float, str, tuple)) and k != "widths"}
+    return {**plain, "lr": float(group["initial_lr"]), "num_parameters": sum(p.numel() for p in group["params"])}
+
+
 def _summary(
     config: TrainConfig, parts: Parts, progress: Progress, ended_by: str, setup_seconds: float
 ) -> dict[str, Any]:
@@ -178,6 +184,7 @@ def _summary(
         "model": config.model,
         "num_parameters": sum(param.numel() for param in parts.model.parameters()),
         "optimizer": config.optim.name,
+        "optimizer_groups": [_settings_in_force(group) for group in parts.optimizer.param_groups],
         "seed": config.seed,
         "text": parts.corpus.name,
         "text_sha256": parts.corpus.content_hash,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,6 +42,23 @@ def choose_device(name: str) -> torch.device:
 def is_preset(name: str) -> bool:
     """Whether a model's name is that of a preset."""
     return name in PRESETS.names()
+
+
+def check_model_name(name: str) -> None:
+    """Refuse what looks like a misspelt preset, before anything goes to look for it on the hub.
+
+    Raises:
+        ConfigError: Names the nearest preset.
+    """
+    if is_preset(name) or Path(name).exists() or "/" in name:
+        return
+    if get_close_matches(name.lower(), PRESETS.names(), n=1, cutoff=0.8):
+        raise ConfigError(
+            f"--model {name}",
+            name,
+            f"a preset ({', '.join(PRESETS.names())}), a folder, or a hub id",
+            f"Correct the name.{nearest_name(name, PRESETS.names())}",
+        )
 
 
 def build_model(config: TrainConfig, tokenizer_size: int, device: torch.device) -> nn.Module:

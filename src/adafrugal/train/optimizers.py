@@ -52,13 +52,11 @@ def method_names() -> tuple[str, ...]:
     return (*METHODS.names(), *TORCH_METHODS)
 
 
-def build_optimizer(config: OptimConfig, model: nn.Module, seed: int) -> Optimizer:
-    """Make the optimizer over a model.
+def check_optimizer(config: OptimConfig) -> dict[str, Any]:
+    """Check the name and that every setting is one that the optimizer takes.
 
-    Args:
-        config: Its name, and the settings that shall not have their defaults.
-        model: What it trains.
-        seed: Of frames and rounding.
+    Returns:
+        The settings that are set, under the names that the optimizer gives them.
 
     Raises:
         ConfigError: If the name is unknown, or a setting is given that the optimizer does not take.
@@ -71,39 +69,47 @@ def build_optimizer(config: OptimConfig, model: nn.Module, seed: int) -> Optimiz
             f"Choose one of these.{nearest_name(config.name, method_names())}",
         )
     given = _given(config)
-    rates = DEFAULT_RATES[config.name]
-    lr = given.pop("lr", rates.lr)
-    embedding_lr = given.pop("embedding_lr", rates.embedding_lr if config.lr is None else None)
-    factory = _factory(config.name)
-    known = inspect.signature(factory).parameters
+    known = inspect.signature(_factory(config.name)).parameters
+    own = {"lr"} if config.name == "badam" else {"lr", "embedding_lr"}  # badam freezes the embeddings
     for name, value in list(given.items()):
-        if name in known:
+        if name in known or name in own:
             continue
         if value is None:  # switched off, and this optimizer never moves it
             del given[name]
             continue
-        taken = [item.name for item in fields(OptimConfig) if item.name in known]
+        taken = [item.name for item in fields(OptimConfig) if item.name in known or item.name in own]
         raise ConfigError(
             f"--optim.name {config.name} --optim.{name} {value}",
             name,
             f"a setting of {config.name}: {', '.join(taken)}",
             f"Leave --optim.{name} out, or choose another optimizer.",
         )
+    return given
+
+
+def build_optimizer(config: OptimConfig, model: nn.Module, seed: int) -> Optimizer:
+    """Make the optimizer over a model.
+
+    Args:
+        config: Its name, and the settings that shall not have their defaults.
+        model: What it trains.
+        seed: Of frames and rounding.
+
+    Raises:
+        ConfigError: As `check_optimizer`, and for values outside their range.
+    """
+    given = check_optimizer(config)
+    rates = DEFAULT_RATES[config.name]
+    lr = given.pop("lr", rates.lr)
+    embedding_lr = given.pop("embedding_lr", rates.embedding_lr if config.lr is None else None)
+    factory = _factory(config.name)
     if config.name in TORCH_METHODS:
         given.setdefault("weight_decay", 0.0)
         keys = ("params", "param_names", "lr", "label")
         groups = [{k: g[k] for k in keys if k in g} for g in param_groups(model, embedding_lr=embedding_lr)]
         return factory(groups, lr=lr, **given)
-    if config.name == "badam":
-        if embedding_lr is not None:
-            raise ConfigError(
-                "--optim.name badam --optim.embedding_lr",
-                embedding_lr,
-                "no rate for embeddings, which badam freezes",
-                "Leave --optim.embedding_lr out.",
-            )
-        return factory(model, lr, seed=seed, **given)
-    return factory(param_groups(model, embedding_lr=embedding_lr), lr, seed=seed, **given)
+    params = model if config.name == "badam" else param_groups(model, embedding_lr=embedding_lr)
+    return factory(params, lr, seed=seed, **given)
 
 
 def _factory(name: str) -> Callable[..., Optimizer]:

@@ -123,7 +123,8 @@ class Trainer:
         self._checkpoints = checkpoints
         self._log = log
         self._console = console
-        self._peak_rates = [float(group.get("initial_lr", group["lr"])) for group in parts.optimizer.param_groups]
+        for group in parts.optimizer.param_groups:
+            group.setdefault("initial_lr", float(group["lr"]))  # the peak, under the name that schedulers use
         self._watch = time.monotonic()
         self._recent: list[StepReport] = []
         self._state_key: tuple[Any, ...] | None = None
@@ -193,8 +194,8 @@ class Trainer:
         started, spent_before = time.monotonic(), self.share()
         optimizer, parts = self._parts.optimizer, self._parts
         factor = self._config.schedule.factor(spent_before)
-        for group, peak in zip(optimizer.param_groups, self._peak_rates, strict=True):
-            group["lr"] = peak * factor
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
         if isinstance(optimizer, AdaFRUGAL):
             optimizer.set_progress(spent_before)
         batch = parts.windows.next_batch(self._config.batch.sequences).to(parts.device)

@@ -118,9 +118,19 @@ def test_a_streamed_training_side_resumes_at_any_record(hub: Serve, tmp_path: Pa
         assert (document and document.text) == expected[position]
     torch.save(stream.state_dict(), tmp_path / "state.pt")
     resumed = corpus.stream()
+    resumed.next_document()  # a stream that has been used goes to the place all the same
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     rest = [resumed.next_document() for _ in range(150)]
     assert [document and document.text for document in rest] == expected[cut : cut + 150]
+
+
+def test_empty_records_are_left_out_and_counted_all_the_same(hub: Serve) -> None:
+    held_out = next(index for index in range(2, 120) if rule(index))
+    hub({"train": [["", "", *TEXTS[2:]]]})
+    for streaming in (True, False):
+        corpus = open_corpus(TextConfig(source="owner/stories", streaming=streaming))
+        assert texts(corpus.validation())[0] == TEXTS[held_out]
+        assert texts(corpus.train()) == [text for index, text in enumerate(TEXTS) if index > 1 and not rule(index)]
 
 
 def test_a_field_that_is_not_there_lists_the_fields(hub: Serve) -> None:
