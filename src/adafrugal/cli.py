@@ -126,6 +126,7 @@ def _words(kind: Any) -> str:
 
 
 def _train(words: list[str]) -> int:
+    words = as_yaml(words)
     check_names(words)
     parser = train_parser()
     parsed = parser.parse_args(words)
@@ -176,6 +177,27 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str 
         elif value != now[name]:
             found[f"{prefix}{name}"] = (value, now[name])
     return found
+
+
+def as_yaml(words: Sequence[str]) -> list[str]:
+    """Words with Python's way to write pairs and constants turned into YAML's: ``(0.9, 0.99)``, ``None``, ``True``.
+
+    Example:
+        >>> as_yaml(["--optim.betas", "(0.9, 0.99)", "--optim.lr=None"])
+        ['--optim.betas', '[0.9, 0.99]', '--optim.lr=null']
+    """
+    constants = {"None": "null", "True": "true", "False": "false"}
+
+    def translated(value: str) -> str:
+        if re.fullmatch(r"\(.*,.*\)", value):
+            return f"[{value[1:-1]}]"
+        return constants.get(value, value)
+
+    turned: list[str] = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        turned.append(f"{name}={translated(value)}" if word.startswith("--") and equals else translated(word))
+    return turned
 
 
 # --- names, sources, and the file that records them -----------------------------------------------------------------

@@ -156,7 +156,9 @@ def _versions() -> dict[str, str]:
 
 def _settings_in_force(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's plain settings as they were at the end, with the peak rate in place of the last one."""
-    plain = {k: v for k, v in group.items() if isinstance(v, (int, float, str, tuple)) and k != "widths"}
+    plain: dict[str, Any] = {
+        k: v for k, v in group.items() if isinstance(v, (int, float, str, tuple)) and k != "widths"
+    }
     return {**plain, "lr": float(group["initial_lr"]), "num_parameters": sum(p.numel() for p in group["params"])}
 
 

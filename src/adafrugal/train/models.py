@@ -50,9 +50,16 @@ def check_model_name(name: str) -> None:
     Raises:
         ConfigError: Names the nearest preset.
     """
-    if is_preset(name) or Path(name).exists() or "/" in name:
+    if is_preset(name) or Path(name).exists():
         return
-    if get_close_matches(name.lower(), PRESETS.names(), n=1, cutoff=0.8):
+    if name.startswith((".", "/", "~")):
+        raise ConfigError(
+            f"--model {name}",
+            f"{name}, which does not exist",
+            "a preset, a folder that exists, or a hub id",
+            "Check it.",
+        )
+    if "/" not in name and get_close_matches(name.lower(), PRESETS.names(), n=1, cutoff=0.8):
         raise ConfigError(
             f"--model {name}",
             name,
