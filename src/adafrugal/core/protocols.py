@@ -32,7 +32,7 @@ class Rule(Protocol):
         """Named zero tensors, each of ``shape``."""
         ...
 
-    def direction(self, grad: Tensor, state: State, step: int | Tensor) -> Tensor:
+    def direction(self, grad: Tensor, state: State, step: int | Tensor, out: Tensor | None = None) -> Tensor:
         """Advance ``state`` in place by ``grad`` and return the direction, in the gradient's shape.
 
         Args:
@@ -40,6 +40,7 @@ class Rule(Protocol):
             state: The tensors that ``init`` made, of the same shape.
             step: How many updates each coordinate has had, this one included: one number for all, or a
                 tensor that broadcasts against the gradient.
+            out: Where to write the direction, or None for a new tensor; contiguous, of the gradient's shape and dtype.
 
         Returns:
             A tensor that the caller may overwrite; it shares no memory with the state.
@@ -100,8 +101,8 @@ class Frame(Protocol):
         """The frame of the first ``width`` lines or directions, in this frame's own order."""
         ...
 
-    def down(self, full: Tensor) -> Tensor:
-        """The stateful part of a (stack, rows, cols) tensor, in ``state_shape``; a view where possible."""
+    def down(self, full: Tensor, out: Tensor | None = None) -> Tensor:
+        """The stateful part of a (stack, rows, cols) tensor, in ``state_shape``; a view where possible without out."""
         ...
 
     def rest(self, full: Tensor, part: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from adafrugal.optim.groups import Group
 from adafrugal.optim.kernels import Job, Numbers, fits_fused, update_eager, update_fused
 from adafrugal.optim.rules import rule_of
 from adafrugal.optim.settings import as_number
+from adafrugal.optim.workspace import Workspace
 
 Path = Literal["auto", "fused", "eager", "foreach", "compile"]
 
@@ -62,22 +63,23 @@ class Dispatch:
             guard: Sees gradients in which a NaN could pass unseen; None switches the check off.
             wanted: ``"auto"`` chooses by device and frame.
         """
+        workspace = Workspace()
         lists: dict[tuple[Path, torch.device, torch.dtype], list[Job]] = {}
         for job in jobs:
             key = (path_of(job, numbers, wanted), job.param.device, job.param.dtype)
             lists.setdefault(key, []).append(job)
         for (path, _, _), members in lists.items():
             if path == "fused":
-                update_fused(members, numbers, guard)
+                update_fused(members, numbers, guard, workspace)
             elif path == "foreach":
                 update_foreach(members, numbers, guard)
             else:
                 for job in members:
-                    self._one(job, numbers, guard, path)
+                    self._one(job, numbers, guard, path, workspace)
 
-    def _one(self, job: Job, numbers: Numbers, guard: FiniteGuard | None, path: Path) -> None:
+    def _one(self, job: Job, numbers: Numbers, guard: FiniteGuard | None, path: Path, workspace: Workspace) -> None:
         if path != "compile":
-            update_eager(job, numbers, guard)
+            update_eager(job, numbers, guard, workspace)
             return
         if self._compiled is None:
             self._compiled = CompiledUpdate()

@@ -135,11 +135,15 @@ class RunFrame:
         """(line, position in the state, count) of each part that does not wrap; at most two."""
         return _runs(self.offset, self.width, self.geometry.length(self.axis))
 
-    def down(self, full: Tensor) -> Tensor:
-        """The lines of ``full``: a view where they do not wrap."""
+    def down(self, full: Tensor, out: Tensor | None = None) -> Tensor:
+        """The lines of ``full``: a view where they do not wrap and no ``out`` is given."""
         dim = DIM_OF[self.axis]
         views = [full.narrow(dim, line, count) for line, _, count in self.slices()]
-        return views[0] if len(views) == 1 else torch.cat(views or [full.narrow(dim, 0, 0)], dim)
+        if out is None:
+            return views[0] if len(views) == 1 else torch.cat(views or [full.narrow(dim, 0, 0)], dim)
+        for view, (_, position, count) in zip(views, self.slices(), strict=True):
+            out.narrow(dim, position, count).copy_(view)
+        return out
 
     def rest(self, full: Tensor, part: Tensor) -> Tensor:
         """The tensor itself: the lines that are stateful are overwritten by `merge`."""
@@ -217,9 +221,9 @@ class LineFrame:
         """The first lines in this frame's own order, in storage of their own."""
         return LineFrame(self.geometry, self.axis, self.index[:width].clone())
 
-    def down(self, full: Tensor) -> Tensor:
+    def down(self, full: Tensor, out: Tensor | None = None) -> Tensor:
         """A copy of the lines of ``full``."""
-        return full.index_select(DIM_OF[self.axis], self.index.to(full.device))
+        return torch.index_select(full, DIM_OF[self.axis], self.index.to(full.device), out=out)
 
     def rest(self, full: Tensor, part: Tensor) -> Tensor:
         """The tensor itself: the lines that are stateful are overwritten by `merge`."""
@@ -266,9 +270,9 @@ class BasisFrame:
         """The first directions, in storage of their own: a slice would keep the whole basis alive."""
         return BasisFrame(self.geometry, self.basis[:, :, :width].clone())
 
-    def down(self, full: Tensor) -> Tensor:
+    def down(self, full: Tensor, out: Tensor | None = None) -> Tensor:
         """Coordinates in the basis: B^T G from the left, G B from the right."""
-        return torch.bmm(self.basis.mT, full) if self.left else torch.bmm(full, self.basis)
+        return torch.bmm(self.basis.mT, full, out=out) if self.left else torch.bmm(full, self.basis, out=out)
 
     def up(self, part: Tensor) -> Tensor:
         """The way back; ``up(down(G))`` is the orthogonal projection of G."""

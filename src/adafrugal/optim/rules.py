@@ -60,13 +60,13 @@ class AdamW:
         """Both moments at zero."""
         return _zeros(("exp_avg", "exp_avg_sq"), shape, dtype, device)
 
-    def direction(self, grad: Tensor, state: State, step: int | Tensor) -> Tensor:
+    def direction(self, grad: Tensor, state: State, step: int | Tensor, out: Tensor | None = None) -> Tensor:
         """See the class; moments in another dtype than the gradient are computed in the gradient's."""
         mean, square = state["exp_avg"], state["exp_avg_sq"]
         fused = isinstance(step, int) and grad.device.type == "cpu" and not torch.compiler.is_compiling()
         if fused and grad.is_contiguous() and mean.dtype == grad.dtype:
             # On a CPU the fused kernel is the fastest way to a direction: a zero weight stepped at rate -1.
-            out = torch.zeros_like(grad)
+            out = torch.zeros_like(grad) if out is None else out.zero_()
             assert isinstance(step, int)
             self.update_many([out], [grad], [state], [step], lr=-1.0, weight_decay=0.0)
             return out
@@ -82,7 +82,7 @@ class AdamW:
             mean, square = wide_mean, wide_square
         first, second = _bias_correction(beta1, step), _bias_correction(beta2, step)
         root = second.sqrt() if isinstance(second, Tensor) else math.sqrt(second)
-        denominator = square.sqrt().div_(root).add_(self.eps)
+        denominator = torch.sqrt(square, out=out).div_(root).add_(self.eps)
         return torch.div(mean, denominator.mul_(first), out=denominator)
 
     def update_many(
@@ -166,12 +166,12 @@ class Lion:
         """The momentum at zero."""
         return _zeros(("exp_avg",), shape, dtype, device)
 
-    def direction(self, grad: Tensor, state: State, step: int | Tensor) -> Tensor:
+    def direction(self, grad: Tensor, state: State, step: int | Tensor, out: Tensor | None = None) -> Tensor:
         """See the class; there is no bias to correct in a sign."""
         beta1, beta2 = self.betas
         mean = state["exp_avg"]
         wide = mean.to(grad.dtype)
-        direction = torch.lerp(wide, grad, 1.0 - beta1).sign_()
+        direction = torch.lerp(wide, grad, 1.0 - beta1, out=out).sign_()
         mean.copy_(torch.lerp(wide, grad, 1.0 - beta2))
         return direction
 
@@ -202,10 +202,10 @@ class Momentum:
         """The buffer at zero."""
         return _zeros(("momentum_buffer",), shape, dtype, device)
 
-    def direction(self, grad: Tensor, state: State, step: int | Tensor) -> Tensor:
+    def direction(self, grad: Tensor, state: State, step: int | Tensor, out: Tensor | None = None) -> Tensor:
         """See the class."""
         buffer = state["momentum_buffer"]
-        direction = buffer.to(grad.dtype).mul(self.beta).add_(grad)
+        direction = torch.mul(buffer.to(grad.dtype), self.beta, out=out).add_(grad)
         buffer.copy_(direction)
         return direction
 
@@ -240,9 +240,9 @@ class Sign(_Stateless):
         Bernstein et al. (arXiv 1802.04434). On a CPU sign(NaN) is 0, so the engine checks for NaN itself.
     """
 
-    def direction(self, grad: Tensor, state: State, step: int | Tensor) -> Tensor:
+    def direction(self, grad: Tensor, state: State, step: int | Tensor, out: Tensor | None = None) -> Tensor:
         """See the class."""
-        return torch.sign(grad)
+        return torch.sign(grad, out=out)
 
     def direction_many(self, grads: list[Tensor], states: list[State], steps: list[int]) -> list[Tensor]:
         """The same in one list."""
@@ -253,18 +253,18 @@ class Sign(_Stateless):
 class SGD(_Stateless):
     """Plain gradient descent: d = g."""
 
-    def direction(self, grad: Tensor, state: State, step: int | Tensor) -> Tensor:
+    def direction(self, grad: Tensor, state: State, step: int | Tensor, out: Tensor | None = None) -> Tensor:
         """A copy of the gradient."""
-        return grad.clone()
+        return grad.clone() if out is None else out.copy_(grad)
 
 
 @dataclass(frozen=True)
 class Nothing(_Stateless):
     """No update at all: d = 0. As the stateless rest, it freezes what is outside the subspace."""
 
-    def direction(self, grad: Tensor, state: State, step: int | Tensor) -> Tensor:
+    def direction(self, grad: Tensor, state: State, step: int | Tensor, out: Tensor | None = None) -> Tensor:
         """Zeros."""
-        return torch.zeros_like(grad)
+        return torch.zeros_like(grad) if out is None else out.zero_()
 
 
 def _lion(betas: tuple[float, float], eps: float) -> Rule:
