@@ -23,7 +23,9 @@ def machine() -> dict[str, Any]:
     processor = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
         processor = names[0] if names else processor
     versions = {}
     for name in PACKAGES:

@@ -1,6 +1,6 @@
 """Bytes of optimizer state, counted exactly: the closed formula, our promise on meta tensors, and what is really held.
 
-    python benchmarks/optimizer_memory.py
+python benchmarks/optimizer_memory.py
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 from adafrugal import FRUGAL, AdaFRUGAL, BAdam, GaLore, SignSGD, param_groups
 from adafrugal.optim.memory import held_bytes
-from adafrugal.plan.memory import GIB_BYTES, TABLE_DENSITIES, TABLE_MODELS, state_bytes_table
+from adafrugal.plan.memory import GIB_BYTES, TABLE_DENSITIES, state_bytes_table
 from adafrugal.plan.shapes import PRESETS
 
 
@@ -29,7 +29,9 @@ def promise_table() -> tuple[list[dict], str]:
         for density in TABLE_DENSITIES:
             promised = FRUGAL(param_groups(model), density=density).memory()["planned_state_bytes"]
             closed = formula.split_bytes[density]
-            rows.append({"model": formula.model, "density": density, "closed_bytes": closed, "promised_bytes": promised})
+            rows.append(
+                {"model": formula.model, "density": density, "closed_bytes": closed, "promised_bytes": promised}
+            )
             line.append(f"{closed / GIB_BYTES:.3f} ({promised / closed - 1:+.2%})")
         cells.append(line)
     head = ["LLaMA", "parameters", "AdamW, GiB", *(f"{d} (columns promise)" for d in TABLE_DENSITIES)]
@@ -88,7 +90,9 @@ def measured_table() -> tuple[list[dict], str]:
             tensors, storages = held_by(optimizer, model)
             memory = getattr(optimizer, "memory", None)
             promised = memory()["total_bytes"] if memory else None
-            rows.append({"optimizer": name, "tensor_bytes": tensors, "held_bytes": storages, "reported_bytes": promised})
+            rows.append(
+                {"optimizer": name, "tensor_bytes": tensors, "held_bytes": storages, "reported_bytes": promised}
+            )
         rows += peers(fresh)
     cells = [
         [r["optimizer"], f"{r['tensor_bytes'] / 1e6:.3f}", f"{r['held_bytes'] / 1e6:.3f}",
@@ -114,20 +118,31 @@ def peers(fresh) -> list[dict]:
 
         model = fresh()
         tensors, storages = held_by(GaLoreAdamW(groups(model, **low_rank)), model)
-        rows.append({"optimizer": "galore-torch 0.25", "tensor_bytes": tensors, "held_bytes": storages, "reported_bytes": None})
+        rows.append(
+            {"optimizer": "galore-torch 0.25", "tensor_bytes": tensors, "held_bytes": storages, "reported_bytes": None}
+        )
     if importlib.util.find_spec("apollo_torch"):
         from apollo_torch import APOLLOAdamW
 
         model = fresh()
         settings = {**low_rank, "proj": "random", "scale_type": "channel", "scale": 1.0}
         tensors, storages = held_by(APOLLOAdamW(groups(model, **settings)), model)
-        rows.append({"optimizer": "apollo-torch 0.25", "tensor_bytes": tensors, "held_bytes": storages, "reported_bytes": None})
+        rows.append(
+            {"optimizer": "apollo-torch 0.25", "tensor_bytes": tensors, "held_bytes": storages, "reported_bytes": None}
+        )
     if importlib.util.find_spec("bitsandbytes"):
         from bitsandbytes.optim import AdamW8bit
 
         model = fresh()
         tensors, storages = held_by(AdamW8bit(model.parameters()), model)
-        rows.append({"optimizer": "bitsandbytes AdamW8bit", "tensor_bytes": tensors, "held_bytes": storages, "reported_bytes": None})
+        rows.append(
+            {
+                "optimizer": "bitsandbytes AdamW8bit",
+                "tensor_bytes": tensors,
+                "held_bytes": storages,
+                "reported_bytes": None,
+            }
+        )
     return rows
 
 
@@ -150,7 +165,6 @@ def shrink_table() -> tuple[list[dict], str]:
 
 def main() -> None:
     """Count and write."""
-    assert TABLE_MODELS
     promised, first = promise_table()
     measured, second = measured_table()
     shrinks, third = shrink_table()

@@ -109,8 +109,8 @@ class Frame(Protocol):
         """What the stateless rule sees, given ``part = down(full)``; what `merge` overwrites may be anything."""
         ...
 
-    def merge(self, full: Tensor, part: Tensor) -> None:
-        """Put the stateful part into a full tensor whose remainder is done already."""
+    def merge(self, full: Tensor, part: Tensor, scale: float = 1.0) -> None:
+        """Put ``scale`` times the stateful part into a full tensor whose remainder is done already."""
         ...
 
 

@@ -149,11 +149,15 @@ class RunFrame:
         """The tensor itself: the lines that are stateful are overwritten by `merge`."""
         return full
 
-    def merge(self, full: Tensor, part: Tensor) -> None:
-        """Overwrite the stateful lines of ``full``."""
+    def merge(self, full: Tensor, part: Tensor, scale: float = 1.0) -> None:
+        """Overwrite the stateful lines of ``full`` with ``scale * part``."""
         dim = DIM_OF[self.axis]
         for line, position, count in self.slices():
-            full.narrow(dim, line, count).copy_(part.narrow(dim, position, count))
+            target, source = full.narrow(dim, line, count), part.narrow(dim, position, count)
+            if scale == 1.0:
+                target.copy_(source)
+            else:
+                torch.mul(source, scale, out=target)
 
     def pieces(self) -> list[Piece] | None:
         """(start in the tensor, start in the state, length) of each contiguous run of elements.
@@ -229,8 +233,9 @@ class LineFrame:
         """The tensor itself: the lines that are stateful are overwritten by `merge`."""
         return full
 
-    def merge(self, full: Tensor, part: Tensor) -> None:
-        """Overwrite the stateful lines of ``full``."""
+    def merge(self, full: Tensor, part: Tensor, scale: float = 1.0) -> None:
+        """Overwrite the stateful lines of ``full`` with ``scale * part``."""
+        part = part if scale == 1.0 else part * scale
         full.index_copy_(DIM_OF[self.axis], self.index.to(full.device, torch.int64), part)
 
 
@@ -291,9 +296,9 @@ class BasisFrame:
             residual.masked_fill_(residual.abs() <= noise, 0.0)
         return residual
 
-    def merge(self, full: Tensor, part: Tensor) -> None:
-        """Add the stateful part, brought back to the full space."""
-        full.add_(self.up(part))
+    def merge(self, full: Tensor, part: Tensor, scale: float = 1.0) -> None:
+        """Add ``scale * part``, brought back to the full space."""
+        full.add_(self.up(part), alpha=scale)
 
 
 AnyFrame = RunFrame | LineFrame | BasisFrame
