@@ -110,7 +110,7 @@ class Frame(Protocol):
         ...
 
     def merge(self, full: Tensor, part: Tensor, scale: float = 1.0) -> None:
-        """Put ``scale`` times the stateful part into a full tensor whose remainder is done already."""
+        """Put ``scale`` times the stateful part into a full tensor whose remainder is done; ``part`` may be changed."""
         ...
 
 

@@ -234,8 +234,9 @@ class LineFrame:
         return full
 
     def merge(self, full: Tensor, part: Tensor, scale: float = 1.0) -> None:
-        """Overwrite the stateful lines of ``full`` with ``scale * part``."""
-        part = part if scale == 1.0 else part * scale
+        """Overwrite the stateful lines of ``full`` with ``scale * part``, which ``part`` holds afterwards."""
+        if scale != 1.0:
+            part.mul_(scale)
         full.index_copy_(DIM_OF[self.axis], self.index.to(full.device, torch.int64), part)
 
 

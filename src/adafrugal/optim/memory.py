@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from adafrugal.optim import clocks
+from adafrugal.optim.frames import RunFrame
 from adafrugal.optim.groups import Group
-from adafrugal.optim.placing import Placement, States, state_dtype_of
+from adafrugal.optim.kernels import CACHED_ELEMENTS, in_row_pieces
+from adafrugal.optim.placing import Place, Placement, States, state_dtype_of
 from adafrugal.optim.rounding import compute_dtype
 from adafrugal.optim.rules import rule_of
+from adafrugal.optim.subspaces import BasisSubspace
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:
@@ -30,6 +34,25 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
     return total + sum(seen.values())
 
 
+def _step_bytes(param: Tensor, place: Place, width: int) -> int:
+    """Temporaries of one tensor's update on a CPU: a direction, and the frame's gradient and direction.
+
+    Large matrices under windows and blocks are updated in pieces. Weights of low precision need the weight, the
+    gradient and the noise in full precision besides.
+    """
+    dtype = compute_dtype(param.dtype)
+    shape = place.subspace.state_shape(place.geometry, width)
+    whole = width == place.subspace.full_width(place.geometry)
+    part = 0 if whole else 2 * math.prod(shape)
+    if param.dtype != dtype:
+        return dtype.itemsize * (3 * param.numel() + part) + 7 * param.numel()
+    frame = RunFrame(place.geometry, "cols", 0, 0)
+    bound_to_pieces = not isinstance(place.subspace, BasisSubspace) and not getattr(place.subspace, "scattered", False)
+    cut = bound_to_pieces and in_row_pieces(frame, param.dtype, torch.device("cpu"))
+    num_pieces = max(1, -(-param.numel() // CACHED_ELEMENTS)) if cut else 1
+    return dtype.itemsize * -(-(param.numel() + part) // num_pieces)
+
+
 def measure(groups: Sequence[Group], states: States, placement: Placement) -> dict[str, int]:
     """See `SplitOptimizer.memory`."""
     moments: list[Tensor] = []
@@ -46,9 +69,7 @@ def measure(groups: Sequence[Group], states: States, placement: Placement) -> di
             shape = place.subspace.state_shape(place.geometry, width)
             if width > 0:
                 planned += rule.state_bytes(shape, dtype)
-            full = width == place.subspace.full_width(place.geometry)
-            size = compute_dtype(param.dtype).itemsize
-            step = max(step, size * (param.numel() + (0 if full else 2 * math.prod(shape))))
+            step = max(step, _step_bytes(param, place, width))
             state = states.get(param, {})
             moments += [state[name] for name in rule.moment_powers if name in state]
             indices += [state[name] for name in ("entered", "basis") if name in state]
