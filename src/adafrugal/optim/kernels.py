@@ -187,8 +187,12 @@ def update_fused(
             if decay != 1.0 and not is_idle(job, numbers):
                 target.mul_(decay)
             if rate != 0.0:
-                buffer = workspace.take("update", part.shape, part)
-                target.add_(numbers.rest_rule.direction(part, {}, job.step, out=buffer), alpha=-rate)
+                target.add_(_rest_direction(part, job.step, numbers, workspace), alpha=-rate)
+
+
+def _rest_direction(part: Tensor, step: int, numbers: Numbers, workspace: Workspace) -> Tensor:
+    """The stateless direction, in a shared buffer that nothing but the result holds on to."""
+    return numbers.rest_rule.direction(part, {}, step, out=workspace.take("update", part.shape, part))
 
 
 def _cached_pieces(frame: RunFrame) -> Iterator[tuple[int, int]]:
