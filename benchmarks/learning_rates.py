@@ -30,7 +30,7 @@ ARMS: dict[str, list[Options]] = {
     "adamw": [
         {"optim.lr": lr, "optim.embedding_lr": e}
         for lr, e in [
-            ("1e-3", "1e-3"), ("1e-3", "1e-2"), ("1.5e-3", "1e-2"), ("3e-3", "1e-2"), ("4e-3", "4e-3"), ("6e-3", "1e-2"),
+            ("1e-3", "1e-3"), ("1e-3", "1e-2"), ("1.5e-3", "1e-2"), ("3e-3", "1e-2"), ("4e-3", "4e-3"),
         ]
     ],
     "galore": [{"optim.lr": lr, "optim.embedding_lr": "4e-3"} for lr in ("4e-3", "1e-2", "2e-2")],

@@ -30,6 +30,7 @@ class Workspace:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self._views: dict[tuple[str, torch.dtype, torch.device], dict[tuple[int, ...], Tensor]] = {}
 
     def take(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
         """A contiguous tensor of any content; it is overwritten when the name is taken again.
@@ -39,12 +40,14 @@ class Workspace:
             shape: Its shape.
             like: Gives dtype and device.
         """
-        numel = math.prod(shape)
-        key = (name, like.dtype, like.device)
-        buffer = self._buffers.pop(key, None)
-        if buffer is None or buffer.numel() < numel:
-            buffer = None  # let the smaller one go before there is a larger one
-            buffer = torch.empty(numel, dtype=like.dtype, device=like.device)
-        self._buffers[key] = buffer
-        start = (buffer.numel() - numel) // 2 // _ALIGNMENT * _ALIGNMENT
-        return buffer.narrow(0, start, numel).view(tuple(shape))
+        key, size = (name, like.dtype, like.device), tuple(shape)
+        views = self._views.setdefault(key, {})
+        if size not in views:
+            numel = math.prod(size)
+            if key not in self._buffers or self._buffers[key].numel() < numel:
+                self._buffers.pop(key, None)  # the smaller one goes before there is a larger one
+                views.clear()
+                self._buffers[key] = torch.empty(numel, dtype=like.dtype, device=like.device)
+            start = (self._buffers[key].numel() - numel) // 2 // _ALIGNMENT * _ALIGNMENT
+            views[size] = self._buffers[key].narrow(0, start, numel).view(size)
+        return views[size]
