@@ -43,16 +43,24 @@ def finish(words):
     _, status = os.waitpid(child(words), 0)
     assert os.waitstatus_to_exitcode(status) == 0, words
 
+def logged(run):
+    try:
+        with open(f"{run}/metrics.jsonl", "rb") as log:
+            return log.read().count(b"\\n")
+    except FileNotFoundError:
+        return 0
+
 start = time.monotonic()
 finish(["train", "--out", f"{folder}/straight", *options])
-whole = time.monotonic() - start
+whole, num_lines = time.monotonic() - start, logged(f"{folder}/straight")
 killed = []
 for i in range(num_kills):
     run = f"{folder}/killed{i}"
     pid = child(["train", "--out", run, *options])
-    while not os.path.exists(f"{run}/config.yaml"):
-        time.sleep(0.01)
-    time.sleep(draws.uniform(0.0, 0.75 * whole))
+    lines = draws.randrange(num_lines - 4)  # of the log: a moment that does not depend on how busy the machine is
+    while logged(run) < lines or not os.path.exists(f"{run}/config.yaml"):
+        time.sleep(0.001)
+    time.sleep(draws.uniform(0.0, 2 * whole / num_lines))
     os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     killed.append(os.WIFSIGNALED(status) and not os.path.exists(f"{run}/summary.json"))
