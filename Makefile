@@ -35,8 +35,8 @@ check: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -q tests/house
 
 bench: $(VENV)/dev.stamp
-	$(BIN)/python benchmarks/optimizer_step.py
 	$(BIN)/python benchmarks/optimizer_memory.py
+	$(BIN)/python benchmarks/optimizer_step.py --rounds 10
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -65,7 +65,7 @@ def run_steps(make: Callable[[nn.Module], torch.optim.Optimizer], device: torch.
 def distance(first: nn.Module, second: nn.Module) -> float:
     """Largest absolute difference of two models' weights."""
     pairs = zip(first.parameters(), second.parameters(), strict=True)
-    return max(float((a.cpu() - b.cpu()).abs().max()) for a, b in pairs)
+    return max(float((a.detach().cpu() - b.detach().cpu()).abs().max()) for a, b in pairs)
 
 
 def check_identities(device: torch.device) -> list[dict]:
@@ -103,7 +103,7 @@ def check_identities(device: torch.device) -> list[dict]:
     for _ in range(1000):
         weight.grad = torch.ones_like(weight)
         optimizer.step()
-    note("bf16 weights arrive under stochastic rounding", float(weight.float().mean().abs()), 0.02)
+    note("bf16 weights arrive under stochastic rounding", float(weight.detach().float().mean().abs()), 0.02)
     del bf16
     return found
 

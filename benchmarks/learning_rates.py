@@ -52,7 +52,9 @@ def run(name: str, options: Options, seed: int, tokens: int) -> dict:
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         if done.returncode != 0:
             return {"diverged": done.stderr.strip().splitlines()[-1]}
-        return json.loads((out / "summary.json").read_text())
+        summary = json.loads((out / "summary.json").read_text())
+        print(f"{name} {' '.join(words)}, seed {seed}: {summary['final_val_loss']:.4f}", flush=True)
+        return summary
 
 
 def main() -> None:
