@@ -1,6 +1,6 @@
 """Which rates the default job should have: a small grid on the default model and text, three seeds each.
 
-python benchmarks/learning_rates.py                      # about an hour on two cores
+python benchmarks/learning_rates.py                      # about an hour and a half on two cores
 python benchmarks/learning_rates.py --seeds 1 --arms adamw
 """
 
@@ -26,7 +26,7 @@ ARMS: dict[str, list[Options]] = {
             ("2e-3", "0.1"), ("4e-3", "0.03"), ("4e-3", "0.1"), ("4e-3", "0.3"), ("8e-3", "0.1"), ("8e-3", "0.03"),
         ]
     ]
-    + [{"optim.lr": "4e-3", "optim.stateless_lr_scale": "0.1", "optim.embedding_lr": e} for e in ("2e-3", "1e-2")],
+    + [{"optim.lr": "4e-3", "optim.stateless_lr_scale": "0.1", "optim.embedding_lr": e} for e in ("2e-3", "1e-2", "2e-2")],
     "adamw": [
         {"optim.lr": lr, "optim.embedding_lr": e}
         for lr, e in [
@@ -35,7 +35,7 @@ ARMS: dict[str, list[Options]] = {
     ],
     "galore": [{"optim.lr": lr, "optim.embedding_lr": "4e-3"} for lr in ("4e-3", "1e-2", "2e-2")],
     "badam": [{"optim.lr": lr} for lr in ("1e-3", "2e-3", "4e-3")],
-    "signsgd": [{"optim.lr": lr} for lr in ("1e-4", "3e-4", "1e-3")],
+    "signsgd": [{"optim.lr": lr} for lr in ("1e-4", "3e-4", "1e-3", "3e-3")],
     "sgd": [{"optim.lr": lr} for lr in ("0.1", "0.3", "1.0")],
 }  # fmt: skip
 

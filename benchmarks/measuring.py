@@ -76,14 +76,14 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
-def save(name: str, result: Mapping[str, Any], table: str) -> Path:
-    """Write ``results/NAME-DATE.json`` and the newest table as ``results/NAME.md``."""
-    RESULTS.mkdir(exist_ok=True)
+def save(name: str, result: Mapping[str, Any], table: str, folder: Path = RESULTS) -> Path:
+    """Write ``NAME-DATE.json`` and the newest table as ``NAME.md`` into a folder of results."""
+    folder.mkdir(parents=True, exist_ok=True)
     today = datetime.date.today().isoformat()
     full = {"date": today, "machine": machine(), **result}
-    path = RESULTS / f"{name}-{today}.json"
+    path = folder / f"{name}-{today}.json"
     path.write_text(json.dumps(full, indent=1) + "\n")
-    (RESULTS / f"{name}.md").write_text(table + "\n")
+    (folder / f"{name}.md").write_text(table + "\n")
     print(table)
-    print(f"\nwritten: {path.relative_to(RESULTS.parent)} and {name}.md")
+    print(f"\nwritten: {path} and {name}.md")
     return path

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from collections.abc import Callable
 
 import torch
 from measuring import markdown, save
@@ -16,7 +17,7 @@ from torch import nn
 from adafrugal import FRUGAL, AdaFRUGAL, BAdam, GaLore, SignSGD, param_groups
 from adafrugal.optim.memory import held_bytes
 from adafrugal.plan.memory import GIB_BYTES, TABLE_DENSITIES, state_bytes_table
-from adafrugal.plan.shapes import PRESETS
+from adafrugal.plan.shapes import PRESETS, ModelShape
 
 
 def promise_table() -> tuple[list[dict], str]:
@@ -62,11 +63,11 @@ def held_by(optimizer: torch.optim.Optimizer, model: nn.Module, steps: int = 2) 
     return sum(t.nbytes for t in tensors), held_bytes(tensors)
 
 
-def measured_table() -> tuple[list[dict], str]:
-    """What each optimizer holds for the 16.8M-parameter LLaMA, promised and measured."""
+def measured_table(shape: ModelShape = SMALL) -> tuple[list[dict], str]:
+    """What each optimizer holds for a small LLaMA, promised and measured."""
 
     def fresh() -> nn.Module:
-        return Skeleton(SMALL, linear_only=False)
+        return Skeleton(shape, linear_only=False)
 
     rows = []
     makers = {
@@ -93,20 +94,20 @@ def measured_table() -> tuple[list[dict], str]:
             rows.append(
                 {"optimizer": name, "tensor_bytes": tensors, "held_bytes": storages, "reported_bytes": promised}
             )
-        rows += peers(fresh)
+        rows += peers(fresh, shape)
     cells = [
         [r["optimizer"], f"{r['tensor_bytes'] / 1e6:.3f}", f"{r['held_bytes'] / 1e6:.3f}",
          "-" if r["reported_bytes"] is None else f"{r['reported_bytes'] / 1e6:.3f}"]
         for r in rows
     ]  # fmt: skip
-    head = ["LLaMA, hidden 384, 16.8M", "state tensors, MB", "storages held, MB", "reported by memory(), MB"]
+    head = [f"LLaMA, hidden {shape.hidden_size}", "state tensors, MB", "storages held, MB", "reported by memory(), MB"]
     return rows, markdown(head, cells)
 
 
-def peers(fresh) -> list[dict]:
+def peers(fresh: Callable[[], nn.Module], shape: ModelShape) -> list[dict]:
     """Published packages, where they are installed."""
     rows = []
-    low_rank = {"rank": SMALL.hidden_size // 4, "update_proj_gap": 1000, "scale": 0.25, "proj_type": "std"}
+    low_rank = {"rank": shape.hidden_size // 4, "update_proj_gap": 1000, "scale": 0.25, "proj_type": "std"}
 
     def groups(model: nn.Module, **settings: object) -> list[dict]:
         split = [p for g in param_groups(model) if g["role"] == "split" for p in g["params"]]

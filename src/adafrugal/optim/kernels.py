@@ -26,8 +26,8 @@ from adafrugal.optim.rounding import Rounding, compute_dtype, round_into, widen
 from adafrugal.optim.workspace import Workspace
 
 _MANY_AGES = 8
-# Elements of a temporary that stays in a cache. Measured on two cores: the sign of a matrix of 11M elements takes 0.6 of
-# its time in pieces of at most 2M; one of 3M, 0.95.
+# Elements of a temporary that stays in a cache. Measured on two cores: the sign of a matrix of 11M elements takes 0.6
+# of its time in pieces of at most 2M; one of 3M, 0.95.
 CACHED_ELEMENTS = 2**21
 
 

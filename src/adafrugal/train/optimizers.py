@@ -35,13 +35,13 @@ class Rates:
     embedding_lr: float | None = None
 
 
-# Found by benchmarks/learning_rates.py on the default model and text; docs/training.md has the table.
+# The best of benchmarks/learning_rates.py on the default model and text; docs/training.md has the table.
 DEFAULT_RATES: Mapping[str, Rates] = {
-    "adafrugal": Rates(lr=4e-3),
-    "frugal": Rates(lr=4e-3),
+    "adafrugal": Rates(lr=4e-3, embedding_lr=1e-2),
+    "frugal": Rates(lr=4e-3, embedding_lr=1e-2),
     "galore": Rates(lr=1e-2, embedding_lr=4e-3),
     "badam": Rates(lr=2e-3),
-    "signsgd": Rates(lr=3e-4),
+    "signsgd": Rates(lr=1e-3),
     "adamw": Rates(lr=1.5e-3, embedding_lr=1e-2),
     "sgd": Rates(lr=0.3),
 }
