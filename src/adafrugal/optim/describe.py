@@ -80,7 +80,7 @@ def describe(groups: Sequence[Group], states: States, placement: Placement) -> D
                     shape=tuple(param.shape),
                     role=group["role"],
                     subspace=group["subspace"],
-                    stateful_elements=math.prod(place.subspace.state_shape(place.geometry, width)),
+                    stateful_elements=math.prod(place.subspace.state_shape(place.item.geometry, width)),
                     state_bytes=sum(value.nbytes for value in state.values() if isinstance(value, Tensor)),
                     why=why,
                 )

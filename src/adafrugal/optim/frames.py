@@ -42,12 +42,12 @@ class Geometry:
         """View a shape as matrices.
 
         Args:
-            shape: The tensor's shape. One dimension or none counts as one row.
+            shape: The tensor's shape. A vector is one column, so that dimension 0 is the rows throughout.
             stacked: Dimension 0 counts matrices (experts). Otherwise it is the rows, and all that follows is
                 flattened into columns, as for convolutions.
         """
         if len(shape) < 2:
-            return cls(1, 1, math.prod(shape))
+            return cls(1, math.prod(shape), 1)
         if stacked and len(shape) > 2:
             return cls(shape[0], shape[1], math.prod(shape[2:]))
         return cls(1, shape[0], math.prod(shape[1:]))

@@ -40,17 +40,17 @@ def _step_bytes(param: Tensor, place: Place, width: int) -> int:
     Large matrices under windows and blocks are updated in pieces. Weights of low precision need the weight, the
     gradient and the noise in full precision besides.
     """
-    dtype = compute_dtype(param.dtype)
+    dtype, numel = compute_dtype(param.dtype), place.geometry.numel
     shape = place.subspace.state_shape(place.geometry, width)
     whole = width == place.subspace.full_width(place.geometry)
     part = 0 if whole else 2 * math.prod(shape)
     if param.dtype != dtype:
-        return dtype.itemsize * (3 * param.numel() + part) + 7 * param.numel()
+        return dtype.itemsize * (3 * numel + part) + 7 * numel
     frame = RunFrame(place.geometry, "cols", 0, 0)
     bound_to_pieces = not isinstance(place.subspace, BasisSubspace) and not getattr(place.subspace, "scattered", False)
     cut = bound_to_pieces and in_row_pieces(frame, param.dtype, torch.device("cpu"))
-    num_pieces = max(1, -(-param.numel() // CACHED_ELEMENTS)) if cut else 1
-    return dtype.itemsize * -(-(param.numel() + part) // num_pieces)
+    num_pieces = max(1, -(-numel // CACHED_ELEMENTS)) if cut else 1
+    return dtype.itemsize * -(-(numel + part) // num_pieces)
 
 
 def measure(groups: Sequence[Group], states: States, placement: Placement) -> dict[str, int]:
@@ -65,7 +65,7 @@ def measure(groups: Sequence[Group], states: States, placement: Placement) -> di
         for param, width in zip(group["params"], widths, strict=True):
             place = placement.places[param]
             dtype = state_dtype_of(param, group)
-            adamw += 2 * param.numel() * param.element_size()
+            adamw += 2 * place.geometry.numel * param.element_size()
             shape = place.subspace.state_shape(place.geometry, width)
             if width > 0:
                 planned += rule.state_bytes(shape, dtype)

@@ -26,6 +26,7 @@ from adafrugal.optim.moving import OnRefresh, move
 from adafrugal.optim.rounding import compute_dtype
 from adafrugal.optim.rules import rule_of
 from adafrugal.optim.settings import STATE_DTYPES, lowest_density
+from adafrugal.optim.sharding import Sharding, local_of, place_shard
 from adafrugal.optim.subspaces import SUBSPACES, AnySubspace
 
 ParamState = dict[str, Any]
@@ -41,8 +42,10 @@ class Place:
         slot: Its number over all groups.
         group: The number of its group.
         index: Its number within the group.
-        item: Its name and geometry.
+        item: Its name and geometry, whole.
         subspace: Its group's.
+        geometry: Of the part that is here; the item's, but for the shards of FSDP2.
+        sharding: How it is cut; None for a plain tensor.
         frame: The frame of the state that it has now, once asked for.
         frame_key: (cursor, width when fitted, width now) of that frame.
         ages: (position, count, step of entry) of each run of lines that entered together; empty if all did.
@@ -53,14 +56,11 @@ class Place:
     index: int
     item: Item
     subspace: AnySubspace
+    geometry: Geometry
+    sharding: Sharding | None = None
     frame: AnyFrame | None = None
     frame_key: tuple[int, int, int] | None = None
     ages: Ages = ()
-
-    @property
-    def geometry(self) -> Geometry:
-        """(stack, rows, cols)."""
-        return self.item.geometry
 
 
 def state_dtype_of(param: Tensor, group: Group) -> torch.dtype:
@@ -97,14 +97,28 @@ class Placement:
     def __init__(self, groups: Sequence[Group]) -> None:
         self.places: dict[Tensor, Place] = {}
         self.names: list[str] = []
+        self._lists = [group["params"] for group in groups]
         for number, group in enumerate(groups):
             subspace = SUBSPACES.create(group["subspace"])
             lowest = lowest_density(group)
             members = zip(group["params"], group["param_names"], group["stacked"], strict=True)
             for index, (param, name, stacked) in enumerate(members):
                 item = Item(name, subspace.geometry(tuple(param.shape), stacked, lowest))
-                self.places[param] = Place(len(self.names), number, index, item, subspace)
+                local, sharding = place_shard(param, name, group, stacked, item.geometry, subspace)
+                self.places[param] = Place(len(self.names), number, index, item, subspace, local, sharding)
                 self.names.append(name)
+
+    def is_of(self, groups: Sequence[Group]) -> bool:
+        """Whether the groups still hold the tensors placed here; FSDP2 under accelerate puts others in their place."""
+        return len(groups) == len(self._lists) and all(
+            group["params"] is kept and (not kept or kept[0] in self.places)
+            for group, kept in zip(groups, self._lists, strict=True)
+        )
+
+    @property
+    def sharded(self) -> bool:
+        """Whether any tensor is a part of a larger one."""
+        return any(place.sharding is not None for place in self.places.values())
 
     def items(self, group: Group) -> list[Item]:
         """The tensors of a group as a subspace sees them."""
@@ -174,12 +188,13 @@ class Placement:
         low = param.dtype in (torch.bfloat16, torch.float16)
         compensation: Tensor | None = None
         if low and group["rounding"] == "kahan" and not (width == 0 and group["stateless_rule"] == "none"):
-            compensation = states[param].setdefault("compensation", torch.zeros_like(param))
-        noise = partial(named_generator, group["seed"], "rounding", place.item.name, group["step"], param.device)
+            compensation = states[param].setdefault("compensation", torch.zeros_like(local_of(param)))
+        part = place.item.name if place.sharding is None else f"{place.item.name} part {place.sharding.part}"
+        noise = partial(named_generator, group["seed"], "rounding", part, group["step"], param.device)
         return Job(
             slot=place.slot,
-            param=param.detach(),
-            grad=grad,
+            param=local_of(param.detach()),
+            grad=local_of(grad, param),
             moments=moments,
             frame=frame,
             step=step,

@@ -16,6 +16,7 @@ from adafrugal.optim.blocks import Item
 from adafrugal.optim.groups import ROLES, Group
 from adafrugal.optim.rounding import ROUNDINGS
 from adafrugal.optim.rules import RULES, STATELESS_RULES
+from adafrugal.optim.sharding import refuse_foreign_shards
 from adafrugal.optim.subspaces import SUBSPACES
 
 FORMAT_VERSION = 1
@@ -238,6 +239,7 @@ def _warn_of_lost_updates(group: Group, method: str) -> None:
 
 def _check_tensor(param: Tensor, name: str, group: Group, takes_vectors: bool, method: str) -> None:
     """Refuse a tensor that the group's subspace cannot hold."""
+    refuse_foreign_shards(param, name, method)
     if param.is_complex():
         raise NotSupportedError(
             f"{method}(params) at {name}", str(param.dtype), "real weights", "Train torch.view_as_real(weight) instead."

@@ -29,6 +29,7 @@ from adafrugal.optim.rules import rule_of
 from adafrugal.optim.settings import check_choice, check_group, complete_group, dtype_name
 
 StateLayout = Literal["compact", "padded"]
+_CARRIED = {"path": "auto", "check_finite": "deferred", "state_layout": "compact"}  # with what old pickles meant
 
 
 class SplitOptimizer(Optimizer):
@@ -47,10 +48,8 @@ class SplitOptimizer(Optimizer):
         on_refresh: What happens to moments at a refresh; None takes the subspace's own (lines keep, bases project).
         rule: Of the stateful part; a name of ``RULES``.
         stateless_rule: Of the rest: ``"sign"``, ``"sgd"`` or ``"none"``.
-        stateful_lr_scale: Multiplies lr inside the frame of split tensors.
-        stateless_lr_scale: Multiplies lr outside of it.
-        betas: Of the rule.
-        eps: Of the rule.
+        stateful_lr_scale, stateless_lr_scale: Multiply lr inside the frame of split tensors, and outside of it.
+        betas, eps: Of the rule.
         weight_decay: Decoupled, on every parameter of the group.
         seed: Of frames and of stochastic rounding; the global stream is never touched.
         state_dtype: Of the moments; None means float32 (float64 for float64 weights). ``torch.bfloat16`` halves them.
@@ -60,7 +59,7 @@ class SplitOptimizer(Optimizer):
             `state_dict` or observation; ``"before"`` waits for the device and raises before weights move; ``"off"``.
         compile: Compile the update of split tensors; `step` stays an ordinary method.
         freeze_idle: Take ``requires_grad`` from tensors that are neither stateful nor touched by the rest rule.
-        state_layout: ``"padded"`` makes the shapes in `state_dict` independent of density and frame.
+        state_layout: ``"padded"`` makes saved shapes independent of density and frame; always so under FSDP2.
         differentiable: Always False; here to refuse True with a reason.
         extra: Further settings that a method keeps in its groups.
 
@@ -151,7 +150,7 @@ class SplitOptimizer(Optimizer):
         self._guard: FiniteGuard | None = None
         self._dispatch = Dispatch()
         self._attachment: Attachment | None = None
-        self._in_step = False
+        self._in_step = self._applied = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; one that says neither role nor subspace is split by shape, and may become two.
@@ -220,6 +219,16 @@ class SplitOptimizer(Optimizer):
         self._finish_step()
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, as torch does."""
+        self._applied = False
+        super().zero_grad(set_to_none)
+
+    @property
+    def last_step_applied(self) -> bool:
+        """Whether `step` has updated weights since the last `zero_grad`: False after a GradScaler skipped it."""
+        return self._applied
+
     def _look_at(self, params: Sequence[Tensor]) -> None:
         """Refuse gradients that cannot be used, before any weight moves."""
         self._places().refuse_sparse(params, f"{self._method}.step()")
@@ -267,7 +276,7 @@ class SplitOptimizer(Optimizer):
             self._guard.close_step(self.param_groups[0]["step"] + 1)
         for group in self.param_groups:
             group["step"] += 1
-        self._in_step = False
+        self._in_step, self._applied = False, True
         if self._attachment is not None:
             self._attachment.done.clear()
         self._turn([g for g in self.param_groups if g["freeze_idle"] and clocks.refresh_is_due(g)])
@@ -308,9 +317,8 @@ class SplitOptimizer(Optimizer):
         )
         refuse_wrapped(model)
         if self._attachment is not None:
-            raise NotSupportedError(
-                f"{self._method}.attach(model)", "a second attach", "one attachment at a time", "Call detach() first."
-            )
+            call = f"{self._method}.attach(model)"
+            raise NotSupportedError(call, "a second attach", "one attachment at a time", "Call detach() first.")
         names = {param: place.item.name for param, place in self._places().places.items()}
         self._attachment = Attachment(self.update_parameter, names)
 
@@ -381,7 +389,8 @@ class SplitOptimizer(Optimizer):
         self.verify_finite()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        saved = state.saved_state(self.param_groups, self.state, self._places(), self.state_layout)
+        layout = "padded" if self._places().sharded else self.state_layout
+        saved = state.saved_state(self.param_groups, self.state, self._places(), layout)
         for after in self._optimizer_state_dict_post_hooks.values():
             saved = after(self, saved) or saved
         return saved
@@ -421,22 +430,15 @@ class SplitOptimizer(Optimizer):
         """Rebuild after pickling, copying or loading."""
         super().__setstate__(state)
         self._method = type(self).__name__
-        self.__dict__.setdefault("path", "auto")
-        self.__dict__.setdefault("check_finite", "deferred")
-        self.__dict__.setdefault("state_layout", "compact")
+        self.__dict__.update({**_CARRIED, **self.__dict__})
         self._start_afresh()
 
     def __getstate__(self) -> dict[str, Any]:
         """What pickling and copying carry: settings and state, never hooks."""
-        return {
-            **super().__getstate__(),
-            "path": self.path,
-            "check_finite": self.check_finite,
-            "state_layout": self.state_layout,
-        }
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _CARRIED}}
 
     def _places(self) -> Placement:
-        if self._placement is None:
+        if self._placement is None or not self._placement.is_of(self.param_groups):
             self._placement = Placement(self.param_groups)
             self._guard = None
         return self._placement

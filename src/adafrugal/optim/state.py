@@ -15,6 +15,7 @@ from adafrugal.optim.groups import Group, canonical_name
 from adafrugal.optim.placing import Placement, States, state_dtype_of
 from adafrugal.optim.rules import rule_of
 from adafrugal.optim.settings import FORMAT_VERSION, STRUCTURE
+from adafrugal.optim.sharding import Sharding, is_dtensor
 
 _CALL = "optimizer.load_state_dict(...)"
 _NUMBERS = ("step", "cursor", "fit_width", "width")
@@ -94,6 +95,12 @@ def _padded(param: Tensor, group: Group, state: Mapping[str, Any], placement: Pl
         full["basis"] = _pad(basis, (place.geometry.stack, side, widest))
     if "compensation" in state:
         full["compensation"] = state["compensation"]
+    cut = place.sharding
+    if cut is not None:
+        for key in rule.moment_powers:
+            full[key] = cut.wrap(full[key], cut.view_dim, cut.full_size)
+        if "compensation" in full:
+            full["compensation"] = cut.wrap(full["compensation"], cut.tensor_dim, param.shape[cut.tensor_dim])
     return {**full, **{key: state.get(key, 0) for key in _NUMBERS}}
 
 
@@ -188,14 +195,24 @@ def _order(group: Group, saved: Group) -> list[int]:
     return [where[name] for name in group["param_names"]]
 
 
+def _local_part(saved: Tensor, cut: Sharding | None) -> Tensor:
+    """This rank's part of a saved tensor, which may come from more or fewer ranks than there are now."""
+    if cut is not None:
+        return cut.unwrap(saved, cut.view_dim)
+    return saved.full_tensor() if is_dtensor(saved) else saved
+
+
 def _taken(param: Tensor, group: Group, entry: Mapping[str, Any], placement: Placement) -> dict[str, Any]:
     """A copy of one tensor's saved state on the parameter's device, narrowed if it is padded, its dtype kept."""
     place = placement.places[param]
     name = place.item.name
     rule = rule_of(group["rule"], group)
     taken: dict[str, Any] = {}
+    cut = place.sharding
     if "compensation" in entry:
-        taken["compensation"] = entry["compensation"].detach().clone().to(param.device)
+        buffer = entry["compensation"].detach()
+        buffer = buffer if cut is None else cut.unwrap(buffer, cut.tensor_dim)
+        taken["compensation"] = buffer.clone().to(param.device)
     width = int(entry.get("width", 0))
     if width == 0:
         return taken
@@ -207,6 +224,8 @@ def _taken(param: Tensor, group: Group, entry: Mapping[str, Any], placement: Pla
         wanted["basis"] = (place.geometry.stack, place.subspace.full_width(place.geometry), width)
     for key, size in wanted.items():
         tensor = entry.get(key)
+        if tensor is not None and (cut is not None or is_dtensor(tensor)):
+            tensor = _local_part(tensor, cut if key in rule.moment_powers else None)
         if tensor is None and key == "entered":
             continue
         if tensor is None or tensor.ndim != len(size) or any(a < b for a, b in zip(tensor.shape, size, strict=True)):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from adafrugal.core.errors import ConfigError
+from adafrugal.core.ranks import mean_over_ranks
 from adafrugal.core.values import Clock, Decision, Snapshot
 from adafrugal.optim import clocks
 from adafrugal.optim.finite import CheckFinite
@@ -212,7 +213,8 @@ class AdaFRUGAL(SplitOptimizer):
     def observe(self, val_loss: float | Tensor, step: int | None = None) -> bool:
         """Tell the validation loss; the gap may grow.
 
-        Under data parallelism every rank must pass the same loss: reduce it first.
+        With several processes the loss is averaged over all ranks, so that they refresh at the same steps: a
+        collective call, which every rank must make.
 
         Args:
             val_loss: In any unit; only relative changes matter.
@@ -232,7 +234,7 @@ class AdaFRUGAL(SplitOptimizer):
             return False
         group = groups[0]
         self._only_writer(group, "update_gap", group["update_gap_start"])
-        loss = float(val_loss.detach() if isinstance(val_loss, Tensor) else val_loss)
+        loss = mean_over_ranks(float(val_loss.detach() if isinstance(val_loss, Tensor) else val_loss))
         at = group["step"] if step is None else step
         if not math.isfinite(loss):
             warnings.warn(
