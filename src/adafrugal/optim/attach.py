@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from adafrugal.core.errors import NotSupportedError
+from adafrugal.core.ranks import num_ranks
+from adafrugal.optim.sharding import is_dtensor
 
 
 def refuse_unfusable(
@@ -92,6 +94,8 @@ class Attachment:
 
     @torch.no_grad()
     def _on_gradient(self, param: Tensor) -> None:
+        if not self.done:
+            refuse_wrapped()  # a library may have wrapped the model since
         if param in self.done:
             raise NotSupportedError(
                 "loss.backward() with an attached optimizer",
@@ -110,16 +114,24 @@ class Attachment:
         self._handles.clear()
 
 
-def refuse_wrapped(model: nn.Module) -> None:
-    """Refuse a model whose gradients are reduced after the hooks would have used them.
+def refuse_wrapped(model: nn.Module | None = None) -> None:
+    """Refuse what makes gradients complete only after the hooks would have used them.
+
+    Args:
+        model: The model that is trained, if it is at hand.
 
     Raises:
-        NotSupportedError: For DistributedDataParallel.
+        NotSupportedError: For DistributedDataParallel, FSDP2, and any other training on several processes.
     """
+    kind = f"{num_ranks()} processes" if num_ranks() > 1 else None
     if isinstance(model, nn.parallel.DistributedDataParallel):
+        kind = "DistributedDataParallel"
+    elif model is not None and any(is_dtensor(param) for param in model.parameters()):
+        kind = "FSDP2"
+    if kind is not None:
         raise NotSupportedError(
             "optimizer.attach(model)",
-            "a DistributedDataParallel model",
-            "a model whose gradients are complete when backward hands them over; DDP averages them later",
-            "Train without attach under DDP, or on one process.",
+            f"a model trained by {kind}",
+            "one process, where a gradient is complete when backward hands it over; DDP and FSDP2 average it later",
+            "Train without attach on several processes, or on one.",
         )

@@ -16,7 +16,7 @@ from adafrugal.optim.blocks import Item
 from adafrugal.optim.groups import ROLES, Group
 from adafrugal.optim.rounding import ROUNDINGS
 from adafrugal.optim.rules import RULES, STATELESS_RULES
-from adafrugal.optim.sharding import refuse_foreign_shards
+from adafrugal.optim.sharding import place_shard, refuse_foreign_shards
 from adafrugal.optim.subspaces import SUBSPACES
 
 FORMAT_VERSION = 1
@@ -194,7 +194,7 @@ def complete_group(part: Group, defaults: Mapping[str, Any], before: Sequence[Gr
 
     Raises:
         ConfigError: For a value outside its range, an unknown name, or a tensor that the subspace cannot hold.
-        NotSupportedError: For complex tensors.
+        NotSupportedError: For complex tensors, and shards that no frame of the subspace lies within.
     """
     joined = {key: before[0][key] for key in ("step", "progress")} if before else {}
     group: Group = {**CLOCKS, **joined, **defaults, **part}
@@ -214,6 +214,7 @@ def complete_group(part: Group, defaults: Mapping[str, Any], before: Sequence[Gr
     for param, name, stacked in zip(group["params"], group["param_names"], group["stacked"], strict=True):
         _check_tensor(param, name, group, subspace.takes_vectors, method)
         items.append(Item(name, subspace.geometry(tuple(param.shape), stacked, lowest_density(group))))
+        place_shard(param, name, group, stacked, items[-1].geometry, subspace)  # refuses now, not at the first step
     end = group.get("density_end")
     subspace.check(items, group["density_start"], group["density"] if end is None else end)
     _warn_of_lost_updates(group, method)
@@ -249,5 +250,5 @@ def _check_tensor(param: Tensor, name: str, group: Group, takes_vectors: bool, m
             f"{method}(params) at {name}",
             f"a {param.ndim}-D tensor of {param.numel()} elements",
             f"matrices under subspace={group['subspace']!r}",
-            "Flat parameters come from FSDP1: use FSDP2, or use_orig_params=True. Else give role='stateful'.",
+            "Flat parameters come from FSDP1: use FSDP2. Else give role='stateful'.",
         )

@@ -307,7 +307,7 @@ class SplitOptimizer(Optimizer):
             grad_scaler: What the loop scales with; anything but None is refused.
 
         Raises:
-            NotSupportedError: For these, for DistributedDataParallel, and for other libraries' hooks on gradients.
+            NotSupportedError: For these, for several processes, and for other libraries' hooks on gradients.
         """
         refuse_unfusable(
             accumulation_steps=accumulation_steps,

@@ -45,7 +45,7 @@ def test_scalars_vectors_and_empty_tensors_are_stateful_and_never_indexed() -> N
 
 def test_a_vector_marked_as_matrix_is_refused_with_the_way_out() -> None:
     flat = nn.Parameter(torch.zeros(4096))
-    with pytest.raises(ConfigError, match=r"a 1-D tensor of 4096 elements.*FSDP1: use FSDP2, or use_orig_params"):
+    with pytest.raises(ConfigError, match=r"a 1-D tensor of 4096 elements.*FSDP1: use FSDP2\. Else give role"):
         FRUGAL([{"params": [flat], "role": "split"}])
     FRUGAL([{"params": [flat], "role": "split", "subspace": "blocks", "density": 1.0}])
 
