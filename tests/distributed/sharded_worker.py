@@ -202,6 +202,8 @@ def refuse(folder: Path) -> None:
         "svd": lambda g: GaLore(g),
         "badam": lambda g: BAdam(g),
         "uneven stripes": lambda g: FRUGAL(g, subspace="rows_striped"),
+        "to AdamW": lambda g: FRUGAL(g).adamw_state_dict(),
+        "from AdamW": lambda g: FRUGAL(g).load_adamw_state_dict({"state": {}, "param_groups": []}),
     }
     for name, make in makers.items():
         model = Model("columns")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adafrugal.core.errors import CheckpointError
+from adafrugal.core.errors import CheckpointError, NotSupportedError
 from adafrugal.optim.frames import BasisFrame
 from adafrugal.optim.groups import Group, canonical_name
 from adafrugal.optim.placing import ParamState, Placement, States
@@ -25,7 +25,9 @@ def exported(groups: Sequence[Group], states: States, placement: Placement) -> d
 
     Raises:
         CheckpointError: If a group's rule is not AdamW.
+        NotSupportedError: If weights are in shards.
     """
+    _refuse_shards(placement, "optimizer.adamw_state_dict()")
     saved: dict[int, dict[str, Any]] = {}
     for group in groups:
         _need_adamw(group, "optimizer.adamw_state_dict()")
@@ -56,6 +58,17 @@ def exported(groups: Sequence[Group], states: States, placement: Placement) -> d
             }
         ],
     }
+
+
+def _refuse_shards(placement: Placement, call: str) -> None:
+    if placement.sharded:
+        raise NotSupportedError(
+            call,
+            "weights in shards (FSDP2)",
+            "whole weights",
+            "Save with torch.distributed.checkpoint, load it on one process with state_layout='padded', and exchange "
+            "there.",
+        )
 
 
 def _need_adamw(group: Group, call: str) -> None:
@@ -108,8 +121,10 @@ def imported(state_dict: Mapping[str, Any], groups: Sequence[Group], states: Sta
 
     Raises:
         CheckpointError: If a moment's shape is not its parameter's, or a group's rule is not AdamW.
+        NotSupportedError: If weights are in shards.
     """
     call = "optimizer.load_adamw_state_dict(...)"
+    _refuse_shards(placement, call)
     by_index, by_name = _entries(state_dict)
     for group in groups:
         _need_adamw(group, call)
