@@ -25,11 +25,12 @@ train: $(VENV)/train.stamp
 	$(BIN)/adafrugal train --out $(RUN) --budget.seconds 120 $(TRAIN_ARGS)
 
 test: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/distributed
+	$(BIN)/python -m pytest tests/distributed
 
 check: $(VENV)/dev.stamp
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/house

@@ -26,7 +26,10 @@ ARMS: dict[str, list[Options]] = {
             ("2e-3", "0.1"), ("4e-3", "0.03"), ("4e-3", "0.1"), ("4e-3", "0.3"), ("8e-3", "0.1"), ("8e-3", "0.03"),
         ]
     ]
-    + [{"optim.lr": "4e-3", "optim.stateless_lr_scale": "0.1", "optim.embedding_lr": e} for e in ("2e-3", "1e-2", "2e-2")],
+    + [
+        {"optim.lr": "4e-3", "optim.stateless_lr_scale": "0.1", "optim.embedding_lr": rate}
+        for rate in ("2e-3", "1e-2", "2e-2")
+    ],
     "adamw": [
         {"optim.lr": lr, "optim.embedding_lr": e}
         for lr, e in [

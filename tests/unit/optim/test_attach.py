@@ -233,7 +233,7 @@ def test_ddp_is_refused_with_the_alternative() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         wrapped = nn.parallel.DistributedDataParallel(model)
-        with pytest.raises(NotSupportedError, match="by DistributedDataParallel.*DDP and FSDP2 average it later"):
+        with pytest.raises(NotSupportedError, match=r"by DistributedDataParallel.*DDP and FSDP2 average it later"):
             FRUGAL(wrapped).attach(wrapped)
     finally:
         dist.destroy_process_group()
