@@ -184,6 +184,7 @@ class SplitOptimizer(Optimizer):
             check_group({**group, name: value}, self.defaults, f"{self._method}.set_{name}")
             group[name] = value
 
+    @torch._disable_dynamo  # a compiled training step calls this one as it is; compile=True compiles inside
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient.
@@ -317,9 +318,8 @@ class SplitOptimizer(Optimizer):
         )
         refuse_wrapped(model)
         if self._attachment is not None:
-            call = f"{self._method}.attach(model)"
-            raise NotSupportedError(call, "a second attach", "one attachment at a time", "Call detach() first.")
-        names = {param: place.item.name for param, place in self._places().places.items()}
+            raise NotSupportedError("optimizer.attach(model)", "a second one", "one at a time", "Call detach() first.")
+        names = {p: place.item.name for p, place in self._places().places.items()}
         self._attachment = Attachment(self.update_parameter, names)
 
     def detach(self) -> None:
@@ -345,8 +345,8 @@ class SplitOptimizer(Optimizer):
         """
         self._look_at([param])
         self._begin_step()
-        place = self._places().places[param]
-        self._update(self.param_groups[place.group], [(place.index, param)])
+        at = self._places().places[param]
+        self._update(self.param_groups[at.group], [(at.index, param)])
 
     def verify_finite(self) -> None:
         """Read what the deferred check remembers.
