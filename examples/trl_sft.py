@@ -61,7 +61,7 @@ def main(command: list[str] | None = None) -> SFTTrainer:
     parts = data.train_test_split(test_size=0.1, seed=0)
     args = SFTConfig(
         output_dir=str(given.out), max_steps=given.max_steps, learning_rate=given.lr, optim_args=given.optim_args,
-        per_device_train_batch_size=8, use_cpu=given.use_cpu, bf16=torch.cuda.is_available() and not given.use_cpu, 
+        per_device_train_batch_size=8, use_cpu=given.use_cpu, bf16=torch.cuda.is_available() and not given.use_cpu,
         report_to="none", save_steps=max(1, given.max_steps // 2),
         logging_steps=max(1, given.max_steps // 6), eval_strategy="steps", eval_steps=max(1, given.max_steps // 6),
     )  # fmt: skip
