@@ -14,6 +14,7 @@ from adafrugal.data.libraries import load_library
 from adafrugal.optim.methods import METHODS
 from adafrugal.train.config import TrainConfig, as_plain
 from adafrugal.train.console import open_console
+from adafrugal.train.distributed import lost_another, open_ranks, say_error
 from adafrugal.train.job import CONFIG_FILE, new_folder, resolved_out, run_training
 
 COMMANDS = {"train": "train a language model on text, inside a budget"}
@@ -23,7 +24,7 @@ _SECTIONS = {
     "optim": "|".join(METHODS.factory(name).__name__ for name in METHODS.names()),
 }
 # What may differ when a run goes on: where it lives, and how much it says.
-_FREE_ON_RESUME = ("out", "log_every_steps", "track", "device")
+_FREE_ON_RESUME = ("out", "log_every_steps", "track", "device", "parallel")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,14 +55,29 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         return _train(words[1:])
     except FourFactsError as error:
-        print(f"adafrugal: {_as_options(str(error))}", file=sys.stderr)
+        say_error(_as_options(str(error)))
         return 2
+    except RuntimeError as error:
+        if not lost_another(error):
+            raise
+        say_error("another process of this job has ended; its own message says why")
+        return 1
 
 
 def _as_options(text: str) -> str:
-    """An error's text with calls of the classes behind the options turned into the options themselves."""
+    """An error's text with calls of the classes behind the options turned into the options themselves.
+
+    Example:
+        >>> _as_options('Use FRUGAL(subspace="blocks", density=0.5).')
+        'Use --optim.subspace "blocks" --optim.density 0.5.'
+    """
     for section, classes in _SECTIONS.items():
-        text = re.sub(rf"\b(?:{classes})\((\w+)=([^()]*)\)", rf"--{section}.\1 \2", text)
+
+        def written(call: re.Match[str], section: str = section) -> str:
+            pairs = [pair.partition("=") for pair in re.split(r", (?=\w+=)", call.group(1))]
+            return " ".join(f"--{section}.{name} {value}" for name, _, value in pairs)
+
+        text = re.sub(rf"\b(?:{classes})\((\w+=[^()]*)\)", written, text)
     return text
 
 
@@ -134,11 +150,14 @@ def _train(words: list[str]) -> int:
     if resume is not None:
         config, folder, text = _resumed(parser, words, Path(resume))
     else:
-        config = _instantiate(parser, parsed).with_default_budget()
-        folder = new_folder(config)
+        config, folder, text = _instantiate(parser, parsed).with_default_budget(), None, ""
+    ranks = open_ranks(config.parallel, config.device)
+    if folder is None:
+        new = config
+        folder = ranks.from_first(lambda: new_folder(new))
         config = resolved_out(config, folder)
         text = annotated_yaml(config, sources_of(parser, words))
-    run_training(config, folder, open_console(), text, resume=resume is not None)
+    run_training(config, folder, open_console(), text, resume=resume is not None, ranks=ranks)
     return 0
 
 

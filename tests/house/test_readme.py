@@ -67,7 +67,14 @@ def test_commands_and_links_lead_somewhere() -> None:
     for command in ("make test", "make check"):
         assert command in (ROOT / ".ci" / "run").read_text()
     assert "make test" in README
-    links = re.findall(r"\]\((?!http)([^)#]+)\)", README)
+    links = re.findall(r"\]\((?!http)([^)#\s]+)", README)
     assert len(links) >= 8
     assert not [link for link in links if not (ROOT / link).exists()]
     assert not re.search(r"^[A-Z_]+_TABLE$", README, re.MULTILINE), "every table is filled in"
+
+
+def test_every_cell_of_the_loops_names_a_test_that_is_there() -> None:
+    cells = re.findall(r'\[[^]]+\]\((tests/[^ )]+) "(\w+)"\)', README)
+    assert len(cells) >= 45
+    for path, name in cells:
+        assert f"\ndef {name}(" in (ROOT / path).read_text(), f"{path} has no {name}"

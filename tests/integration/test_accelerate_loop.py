@@ -136,7 +136,15 @@ def test_the_prepared_optimizer_and_scheduler_share_our_groups() -> None:
     assert loop.optimizer.param_groups[0]["lr"] < 1e-2
 
 
-def test_a_fused_backward_equals_the_plain_one_and_clipping_is_refused() -> None:
+def test_compiled_it_is_the_same_run() -> None:
+    """`prepare` compiles the model, here with a backend that changes no number."""
+    loop = Loop(dynamo_backend="eager")
+    assert type(loop.model).__name__ == "OptimizedModule"
+    loop.run()
+    assert same_parameters(loop.model, by_hand())
+
+
+def test_a_fused_backward_equals_the_plain_one_and_accumulation_is_refused() -> None:
     loop = Loop()
     loop.optimizer.attach(loop.model)
     loop.run()

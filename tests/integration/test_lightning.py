@@ -71,6 +71,16 @@ def test_accumulation_and_clipping_equal_a_loop_by_hand() -> None:
     assert same_parameters(module.model, by_hand(40, 20, windows=2, clip=0.5))
 
 
+def test_compiled_it_is_the_same_run() -> None:
+    """The model through dynamo with a backend that changes no number; names are those of the plain model."""
+    plain, compiled = Module(), Module()
+    compiled.model = torch.compile(compiled.model, backend="eager")
+    fit(plain, max_steps=10)
+    running = fit(compiled, max_steps=10)
+    assert not any("_orig_mod" in name for g in running.optimizers[0].param_groups for name in g["param_names"])
+    assert same_parameters(plain.model, compiled.model)
+
+
 @STATEFUL
 def test_thirty_steps_and_thirty_in_a_new_process_equal_sixty(tmp_path: Path) -> None:
     whole = {name: run_variant(name, tmp_path) for name in VARIANTS}

@@ -174,6 +174,14 @@ def test_the_update_inside_backward_is_the_same_run(train) -> None:
     assert not fused.of("grad_norm"), "unknown, and never 0.0"
 
 
+@pytest.mark.slow
+def test_the_compiled_update_is_the_same_run_to_rounding(train) -> None:
+    plain = train("plain", "--budget.steps", "3")
+    compiled = train("compiled", "--budget.steps", "3", "--optim.compile", "true")
+    for a, b in zip(plain.of("train_loss"), compiled.of("train_loss"), strict=True):
+        assert a == pytest.approx(b, abs=2e-4)  # another program's float32, magnified by three signed steps
+
+
 def test_activation_checkpointing_computes_the_same_and_costs_more(train) -> None:
     plain = train("plain", "--budget.steps", "5")
     spared = train("spared", "--budget.steps", "5", "--activation_checkpointing", "true")

@@ -23,9 +23,11 @@ from adafrugal.laws.flops import FlopMeter
 from adafrugal.optim.attach import refuse_unfusable
 from adafrugal.optim.split import SplitOptimizer
 from adafrugal.train.config import TrainConfig
+from adafrugal.train.distributed import Ranks, refuse_unparallel
 from adafrugal.train.evaluate import Evaluator
 from adafrugal.train.models import build_model, check_model_name, choose_device, is_preset, vocabulary_of
 from adafrugal.train.optimizers import build_optimizer, check_optimizer
+from adafrugal.train.parallel_gradients import ParallelBackprop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,7 @@ class Parts:
         sink: Where they go.
         evaluator: The judge, on held-out text.
         micro_sequences: Windows of one forward and backward.
+        ranks: The processes that train together; all else here is this one's.
     """
 
     device: torch.device
@@ -57,6 +60,7 @@ class Parts:
     sink: GradSink
     evaluator: Evaluator
     micro_sequences: int
+    ranks: Ranks
 
 
 def cache_folder() -> Path:
@@ -66,30 +70,35 @@ def cache_folder() -> Path:
     return Path(root) if root else base / "adafrugal"
 
 
-def assemble(config: TrainConfig, say: Callable[[str], None]) -> Parts:
+def assemble(config: TrainConfig, say: Callable[[str], None], ranks: Ranks | None = None) -> Parts:
     """Make all parts, and refuse what cannot work before any of it is slow.
 
     Args:
         config: What to make.
         say: Told what is going on.
+        ranks: The processes that train together; None for this one alone.
 
     Raises:
         ConfigError: For settings that do not fit each other or the model.
         DataError: For text or a tokenizer that cannot be used.
     """
-    device = choose_device(config.device)
+    ranks = ranks or Ranks()
+    device = choose_device(ranks.device_name(config.device))
     check_model_name(config.model)
     check_optimizer(config.optim)
-    micro = _micro_sequences(config)
+    micro = _micro_sequences(config, ranks)
+    refuse_unparallel(ranks, config.optim.name, config.fused_backward)
     corpus = open_corpus(config.text)
     size = "a stream" if corpus.num_bytes is None else f"{corpus.num_bytes / 1e6:.1f} MB"
     say(f"text: {corpus.name}, {size}" + "".join(f"; {note}" for note in corpus.notes))
-    tokenizer = open_tokenizer(_tokenizer_config(config), corpus, cache_folder())
+    tokenizer = ranks.first_goes_first(lambda: open_tokenizer(_tokenizer_config(config), corpus, cache_folder()))
     model = build_model(config, tokenizer.vocab_size, device)
     check_vocabulary(tokenizer, vocabulary_of(model))
+    model = ranks.shard(model, device)
     optimizer = build_optimizer(config.optim, model, config.seed)
     num_parameters = sum(param.numel() for param in model.parameters())
-    say(f"model: {config.model}, {num_parameters / 1e6:.2f}M parameters, on {device}; tokenizer: {tokenizer.name}")
+    where = str(device) if ranks.alone else f"{ranks.size} processes with {ranks.layout.kind} ({device.type})"
+    say(f"model: {config.model}, {num_parameters / 1e6:.2f}M parameters, on {where}; tokenizer: {tokenizer.name}")
     length = config.batch.sequence_length
     windows = open_windows(corpus, tokenizer, length, config.seed)
     held_out = validation_windows(pack(corpus.validation(), tokenizer), length, config.eval.windows)
@@ -98,6 +107,8 @@ def assemble(config: TrainConfig, say: Callable[[str], None]) -> Parts:
     num_bytes = scored_bytes(held_out, tokenizer.token_bytes)
     sink: GradSink = keep_gradient
     source: GradientSource = Backprop(meter, config.max_grad_norm)
+    if not ranks.alone:
+        source = ParallelBackprop(ranks, lambda: ranks.replicate(model, device), meter, config.max_grad_norm)
     if config.fused_backward:
         source, sink = _fused(config, optimizer, meter, micro)
     return Parts(
@@ -110,19 +121,29 @@ def assemble(config: TrainConfig, say: Callable[[str], None]) -> Parts:
         task=task,
         source=source,
         sink=sink,
-        evaluator=Evaluator(held_out, num_bytes, task, micro, meter),
+        evaluator=Evaluator(held_out, num_bytes, task, micro, meter, ranks),
         micro_sequences=micro,
+        ranks=ranks,
     )
 
 
-def _micro_sequences(config: TrainConfig) -> int:
+def _micro_sequences(config: TrainConfig, ranks: Ranks) -> int:
     """Windows of one forward and backward; more than a step has is an error, not a smaller step."""
-    micro = config.batch.micro_sequences or config.batch.sequences
-    if micro > config.batch.sequences:
+    share, left = divmod(config.batch.sequences, ranks.size)
+    if left:
+        raise ConfigError(
+            f"--batch.sequences {config.batch.sequences} on {ranks.size} processes",
+            config.batch.sequences,
+            f"a multiple of {ranks.size}, so that each process has as many windows of a step",
+            f"Set --batch.sequences {(share + 1) * ranks.size}.",
+        )
+    micro = config.batch.micro_sequences or share
+    if micro > share:
+        each = "" if ranks.alone else f" on each of {ranks.size} processes"
         raise ConfigError(
             f"--batch.sequences {config.batch.sequences} --batch.micro_sequences {micro}",
             micro,
-            f"at most the {config.batch.sequences} windows of a step",
+            f"at most the {share} windows of a step{each}",
             "Lower batch.micro_sequences.",
         )
     return micro

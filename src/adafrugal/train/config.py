@@ -93,9 +93,9 @@ class BatchConfig:
 
     Args:
         sequence_length: Tokens of a window.
-        sequences: Windows of one optimizer step.
-        micro_sequences: Windows of one forward and backward; None takes all at once. Gradients of the pieces add up to
-            that of the whole.
+        sequences: Windows of one optimizer step, on all processes together.
+        micro_sequences: Windows of one forward and backward on one process; None takes all of its windows at once.
+            Gradients of the pieces add up to that of the whole.
     """
 
     sequence_length: int = 256
@@ -176,11 +176,12 @@ class TrainConfig:
         checkpoint: How the run is saved.
         sample: What the model writes at the end.
         max_grad_norm: Clip the global norm of the gradient to it; 0 for no clipping.
-        weights: Precision of the weights; bfloat16 trains with stochastic rounding.
+        weights: Precision of the weights; bfloat16 trains with stochastic rounding, float64 is for comparisons.
         autocast: Run matrix products in bfloat16, with weights in float32.
         activation_checkpointing: Compute each block again in backward instead of keeping its activations.
         fused_backward: Update inside backward, one gradient at a time; needs max_grad_norm 0 and no micro-batches.
-        device: cpu, cuda, mps, or auto for the best that is here.
+        device: cpu, cuda, mps, or auto for the best that is here; of several processes each takes the GPU of its own.
+        parallel: On several processes (torchrun): ddp holds the model on each, fsdp2 a part of it; auto is ddp there.
         log_every_steps: Steps between lines of the log.
         track: Also send the log to a tracker of accelerate's: tensorboard, trackio or wandb.
     """
@@ -199,11 +200,12 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     max_grad_norm: float = 1.0
-    weights: Literal["float32", "bfloat16"] = "float32"
+    weights: Literal["float32", "bfloat16", "float64"] = "float32"
     autocast: bool = False
     activation_checkpointing: bool = False
     fused_backward: bool = False
     device: str = "auto"
+    parallel: Literal["auto", "none", "ddp", "fsdp2"] = "auto"
     log_every_steps: int = 10
     track: Literal["tensorboard", "trackio", "wandb"] | None = None
 

@@ -130,6 +130,22 @@ class PlainConsole:
         """There is nothing to put back."""
 
 
+class SilentConsole:
+    """Says nothing: for the ranks of a job that are not the first."""
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    def show(self, status: Status) -> None:
+        """Nothing."""
+
+    def table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 class LiveConsole:
     """A live bar at the foot of a terminal, with lines scrolling above it.
 

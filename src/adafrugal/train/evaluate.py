@@ -6,7 +6,6 @@ import math
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from adafrugal.core.protocols import Task
 from adafrugal.core.values import Cost
 from adafrugal.laws.flops import FlopMeter
+from adafrugal.train.distributed import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +39,26 @@ class Evaluation:
 class Evaluator:
     """Scores the same windows at every call, in the same pieces, so that evaluations are comparable bit by bit.
 
+    Several processes share the windows, and all learn the result. Under FSDP2 every forward takes all of them, so a
+    rank whose windows are through goes along with one that is not counted.
+
     Args:
         windows: Ids, int64 (num_windows, sequence_length).
         num_bytes: UTF-8 bytes of the scored tokens.
         task: The loss.
         piece: Windows of one forward.
         meter: Counts FLOPs.
+        ranks: The processes.
     """
 
-    def __init__(self, windows: Tensor, num_bytes: int, task: Task, piece: int, meter: FlopMeter) -> None:
-        self._windows = windows
+    def __init__(
+        self, windows: Tensor, num_bytes: int, task: Task, piece: int, meter: FlopMeter, ranks: Ranks | None = None
+    ) -> None:
+        self._ranks = ranks or Ranks()
+        parts = windows.tensor_split(self._ranks.size)
+        self._windows = parts[self._ranks.layout.rank]
+        self._num_calls = -(-len(parts[0]) // piece)
+        self._first_window = windows[:1]
         self._num_bytes = num_bytes
         self._task = task
         self._piece = piece
@@ -62,14 +72,18 @@ class Evaluator:
         device = next(model.parameters()).device
         model.eval()
         nats, num_targets, flops = 0.0, 0, 0
-        for piece in cast(tuple[Tensor, ...], self._windows.split(self._piece)):
-            batch = piece.to(device)
+        for i in range(self._num_calls):
+            piece = self._windows[i * self._piece : (i + 1) * self._piece]
+            batch = (piece if len(piece) else self._first_window).to(device)
             score = partial(self._task.loss_sum, model, batch)
             loss, counted = self._meter.measure(("evaluation", tuple(batch.shape)), score)
+            if not len(piece):
+                continue
             nats += float(loss)
             num_targets += self._task.num_targets(batch)
             flops += counted
         model.train(was_training)
+        (num_targets, flops), (nats,) = self._ranks.total([num_targets, flops], [nats])
         return Evaluation(
             loss=nats / num_targets,
             bits_per_byte=nats / math.log(2) / self._num_bytes if self._num_bytes else math.nan,

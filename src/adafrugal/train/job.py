@@ -16,13 +16,15 @@ from typing import Any, cast
 import torch
 
 from adafrugal.core.errors import ConfigError
-from adafrugal.data.libraries import load_library
 from adafrugal.train.assemble import Parts, assemble
 from adafrugal.train.checkpoint import Checkpoints, write_atomically
 from adafrugal.train.config import TrainConfig, as_plain
-from adafrugal.train.console import Console, clock
+from adafrugal.train.console import Console, SilentConsole, clock
+from adafrugal.train.distributed import Ranks, close_ranks
+from adafrugal.train.gathering import whole_weights
 from adafrugal.train.metrics import MetricsLog
-from adafrugal.train.optimizers import adamw_bytes, state_bytes
+from adafrugal.train.models import without_bars
+from adafrugal.train.optimizers import adamw_bytes
 from adafrugal.train.report import write_report
 from adafrugal.train.sample import write_sample
 from adafrugal.train.tracking import open_tracker
@@ -52,7 +54,7 @@ def new_folder(config: TrainConfig) -> Path:
 
 
 def run_training(
-    config: TrainConfig, folder: Path, console: Console, configuration: str, resume: bool
+    config: TrainConfig, folder: Path, console: Console, configuration: str, resume: bool, ranks: Ranks | None = None
 ) -> dict[str, Any]:
     """Train, and leave the run folder: log, checkpoints, model, summary and report.
 
@@ -62,6 +64,7 @@ def run_training(
         console: Where to show it.
         configuration: The text of ``config.yaml``, which a new run writes.
         resume: Go on from the newest checkpoint in the folder.
+        ranks: The processes that train together, each of which makes this call; the first one shows, logs and writes.
 
     Returns:
         What ``summary.json`` holds.
@@ -74,14 +77,18 @@ def run_training(
     """
     started = time.monotonic()
     config = config.with_default_budget()
-    parts = assemble(config, console.say)
-    folder.mkdir(parents=True, exist_ok=True)
-    if not resume:
-        write_atomically(folder / CONFIG_FILE, configuration)
-    tracker = open_tracker(config.track, folder, as_plain(config)) if config.track else None
-    log = MetricsLog(folder / "metrics.jsonl", tracker)
+    ranks = ranks or Ranks()
+    console = console if ranks.is_first else SilentConsole()
+    parts = assemble(config, console.say, ranks)
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
-    checkpoints.sweep()
+    log = MetricsLog(None)
+    if ranks.is_first:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not resume:
+            write_atomically(folder / CONFIG_FILE, configuration)
+        tracker = open_tracker(config.track, folder, as_plain(config)) if config.track else None
+        log = MetricsLog(folder / "metrics.jsonl", tracker)
+        checkpoints.sweep()
     trainer = Trainer(
         config=config,
         parts=parts,
@@ -91,7 +98,7 @@ def run_training(
         console=console,
         progress=Progress(),
     )
-    newest = checkpoints.newest() if resume else None
+    newest = ranks.from_first(checkpoints.newest) if resume else None
     if newest is not None:
         trainer.restore(newest)
         _say_resumed(console, newest, trainer.progress)
@@ -99,9 +106,12 @@ def run_training(
     setup_seconds = time.monotonic() - started
     try:
         ended_by = trainer.run()
-        summary = _summary(config, parts, trainer.progress, ended_by, setup_seconds)
+        summary = _summary(config, parts, trainer, ended_by, setup_seconds)
         _save_model(parts, folder / "model")
         sample = write_sample(parts.model, parts.tokenizer, config.sample, config.seed) if config.sample.tokens else ""
+        close_ranks(ranks)
+        if not ranks.is_first:
+            return summary
         write_atomically(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         table = summary_table(summary)
         write_report(
@@ -132,15 +142,13 @@ def _say_resumed(console: Console, path: Path, progress: Progress) -> None:
 
 
 def _save_model(parts: Parts, folder: Path) -> None:
-    """The model as transformers loads it, and its tokenizer."""
-    bars: Any = load_library("transformers.utils.logging", "saving the model")
-    shown = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()  # a bar of its own would run through ours
-    try:
-        cast(Any, parts.model).save_pretrained(folder)
-    finally:
-        if shown:
-            bars.enable_progress_bar()
+    """The model as transformers loads it, and its tokenizer; of several ranks the first one writes."""
+    sharded = parts.ranks.layout.kind == "fsdp2"
+    given = {"state_dict": whole_weights(parts.model, parts.ranks)} if sharded else {}
+    if not parts.ranks.is_first:
+        return
+    with without_bars():
+        cast(Any, parts.model).save_pretrained(folder, **given)
     parts.tokenizer.save(folder)
 
 
@@ -163,8 +171,9 @@ def _settings_in_force(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _summary(
-    config: TrainConfig, parts: Parts, progress: Progress, ended_by: str, setup_seconds: float
+    config: TrainConfig, parts: Parts, trainer: Trainer, ended_by: str, setup_seconds: float
 ) -> dict[str, Any]:
+    progress = trainer.progress
     total, training = progress.ledger.total(), progress.ledger.account("training")
     return {
         "final_val_loss": progress.val_loss,
@@ -173,7 +182,7 @@ def _summary(
         "best_bits_per_byte": progress.best_bits_per_byte,
         "peak_optimizer_state_bytes": progress.peak_state_bytes,
         "mean_optimizer_state_bytes": round(progress.sum_state_bytes / max(1, progress.step)),
-        "final_optimizer_state_bytes": state_bytes(parts.optimizer),
+        "final_optimizer_state_bytes": trainer.whole_state_bytes(),
         "adamw_state_bytes": adamw_bytes(parts.model),
         "steps": progress.step,
         "tokens": total.tokens,
@@ -195,6 +204,8 @@ def _summary(
         "tokenizer_sha256": parts.tokenizer.fingerprint,
         "bytes_are_exact": parts.tokenizer.exact_bytes,
         "device": str(parts.device),
+        "parallel": parts.ranks.layout.kind,
+        "num_processes": parts.ranks.size,
         "machine": f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads",
         "versions": _versions(),
         "command": sys.argv,

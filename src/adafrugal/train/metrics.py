@@ -14,16 +14,18 @@ class MetricsLog:
     """``metrics.jsonl``: every line is a record with its step; numbers that are not finite become null.
 
     Args:
-        path: The file; records are appended to what is there.
+        path: The file; records are appended to what is there. None keeps no log, as on all ranks but the first.
         listener: Is told every record as well, such as a tracker.
     """
 
-    def __init__(self, path: Path, listener: Callable[[Mapping[str, Any]], None] | None = None) -> None:
+    def __init__(self, path: Path | None, listener: Callable[[Mapping[str, Any]], None] | None = None) -> None:
         self._path = path
         self._listener = listener
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one record and flush it."""
+        if self._path is None:
+            return
         with self._path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps({key: _finite(value) for key, value in record.items()}) + "\n")
         if self._listener is not None:
@@ -31,7 +33,7 @@ class MetricsLog:
 
     def records(self) -> Iterator[dict[str, Any]]:
         """All records; a last line that a kill cut off is left out."""
-        if not self._path.exists():
+        if self._path is None or not self._path.exists():
             return
         with self._path.open(encoding="utf-8") as stream:
             for line in stream:
@@ -41,6 +43,8 @@ class MetricsLog:
 
     def cut_after(self, step: int) -> None:
         """Drop what was logged after a step, so that a resumed run logs it once."""
+        if self._path is None:
+            return
         kept = [record for record in self.records() if record["step"] <= step]
         write_atomically(self._path, "".join(json.dumps(record) + "\n" for record in kept))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
@@ -80,7 +82,7 @@ def build_model(config: TrainConfig, tokenizer_size: int, device: torch.device) 
         ConfigError: If no such preset, folder or hub model can be found, or a setting does not fit it.
     """
     transformers = load_library("transformers", "building a model")
-    dtype = torch.bfloat16 if config.weights == "bfloat16" else torch.float32
+    dtype: torch.dtype = getattr(torch, config.weights)
     if is_preset(config.model):
         # transformers draws the first weights from the global stream: it gets one of its own, and ours is put back.
         with torch.random.fork_rng():
@@ -120,10 +122,24 @@ def _preset_config(transformers: Any, config: TrainConfig, tokenizer_size: int) 
     )
 
 
+@contextmanager
+def without_bars() -> Generator[None]:
+    """Hide transformers' progress bars while it loads or saves: they would run through ours."""
+    bars: Any = load_library("transformers.utils.logging", "loading and saving a model")
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            bars.enable_progress_bar()
+
+
 def _load(transformers: Any, name: str, dtype: torch.dtype) -> nn.Module:
     """A model from a folder or the hub."""
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        with without_bars():
+            return transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise ConfigError(

@@ -15,6 +15,7 @@ from adafrugal.core.errors import ConfigError, nearest_name
 from adafrugal.optim.groups import param_groups
 from adafrugal.optim.memory import held_bytes
 from adafrugal.optim.methods import METHODS
+from adafrugal.optim.sharding import local_of
 from adafrugal.optim.split import SplitOptimizer
 from adafrugal.train.config import OptimConfig
 
@@ -141,11 +142,11 @@ def _given(config: OptimConfig) -> dict[str, Any]:
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Bytes that an optimizer holds: exact for ours, and the storages of all state tensors for torch's."""
+    """Bytes that an optimizer holds here: exact for ours, and the storages of all state tensors for torch's."""
     if isinstance(optimizer, SplitOptimizer):
         return optimizer.memory()["total_bytes"]
     tensors = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-    return held_bytes(tensors)
+    return held_bytes(local_of(tensor) for tensor in tensors)
 
 
 def adamw_bytes(model: nn.Module) -> int:

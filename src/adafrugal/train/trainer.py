@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -22,8 +22,11 @@ from adafrugal.train.checkpoint import Checkpoints
 from adafrugal.train.config import TrainConfig
 from adafrugal.train.console import Console, Status
 from adafrugal.train.evaluate import Evaluation
+from adafrugal.train.gathering import gathered, load_optimizer, load_weights, whole_weights
 from adafrugal.train.metrics import MetricsLog
 from adafrugal.train.optimizers import state_bytes
+
+_DEAF_SECONDS = 2.0
 
 
 @dataclass(kw_only=True)
@@ -35,7 +38,7 @@ class Progress:
         ledger: What was spent, by activity.
         best_val_loss: Lowest validation loss so far, and below the bits per byte there.
         val_loss: Newest validation loss, and below the bits per byte.
-        peak_state_bytes: Most optimizer state held after any step.
+        peak_state_bytes: Most optimizer state held after any step; of shards all, of replicas one.
         sum_state_bytes: Optimizer state held after each step, added up, for the mean.
         evaluation_cost: Cost of one evaluation, which the last one will need again.
         step_cost: Cost of the newest step.
@@ -69,10 +72,17 @@ class Progress:
 
 
 class Stop:
-    """Turns the first Ctrl-C, or a polite kill, into a wish to end after the present step; a second one ends now."""
+    """Turns the first Ctrl-C, or a polite kill, into a wish to end after the present step; a second one ends now.
 
-    def __init__(self) -> None:
+    Args:
+        deaf_seconds: For so long after the first, another is taken for the same: a launcher hands on to its processes
+            what the terminal has sent to all of them.
+    """
+
+    def __init__(self, deaf_seconds: float = 0.0) -> None:
         self.wanted = False
+        self._deaf_seconds = deaf_seconds
+        self._since = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Stop:
@@ -88,9 +98,10 @@ class Stop:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.wanted:
+        if self.wanted and time.monotonic() - self._since >= self._deaf_seconds:
             raise KeyboardInterrupt
-        self.wanted = True
+        if not self.wanted:
+            self.wanted, self._since = True, time.monotonic()
 
 
 class Trainer:
@@ -125,7 +136,9 @@ class Trainer:
         self._console = console
         for group in parts.optimizer.param_groups:
             group.setdefault("initial_lr", float(group["lr"]))  # the peak, under the name that schedulers use
-        self._watch = time.monotonic()
+        self._ranks = parts.ranks
+        self._stop = Stop(0.0 if self._ranks.alone else _DEAF_SECONDS)
+        self._watch = self._ranks.now()
         self._recent: list[StepReport] = []
         self._state_key: tuple[Any, ...] | None = None
         self._state_bytes = 0
@@ -140,11 +153,12 @@ class Trainer:
         Raises:
             NonFiniteError: If the loss is not finite; names the last good checkpoint.
         """
-        self._watch = time.monotonic()
+        self._meet()
+        self._watch = self._ranks.now()
         if self.progress.step == 0 and self.progress.val_loss is None:
             self._evaluate()
-        with Stop() as stop:
-            while not stop.wanted and not self._spent():
+        with self._stop:
+            while not self._stopping() and not self._spent():
                 self._train_step()
                 step = self.progress.step
                 if step % self._config.log_every_steps == 0:
@@ -153,12 +167,22 @@ class Trainer:
                     self._evaluate()
                 if step % self._config.checkpoint.every_steps == 0:
                     self.save()
-            ended_by = "interrupt" if stop.wanted else self._binding()
-            if self.progress.step % self._config.checkpoint.every_steps != 0 or self._checkpoints.newest() is None:
+            ended_by = "interrupt" if self._stopping() else self._binding()
+            if self.progress.step % self._config.checkpoint.every_steps != 0 or self._none_saved():
                 self.save()
-        if self.progress.step % self._config.eval.every_steps != 0:
-            self._evaluate(final=True)
+            if self.progress.step % self._config.eval.every_steps != 0:
+                self._evaluate(final=True)
         return ended_by
+
+    def _meet(self) -> None:
+        """Read the one clock of all ranks, and tell them of a wish to stop."""
+        self._ranks.meet(self._stop.wanted)
+
+    def _stopping(self) -> bool:
+        return self._ranks.stopping(self._stop.wanted)
+
+    def _none_saved(self) -> bool:
+        return self._ranks.from_first(lambda: self._checkpoints.newest() is None)
 
     # --- the budget ---------------------------------------------------------------------------------------------
 
@@ -183,7 +207,7 @@ class Trainer:
 
     def _bill_time(self, activity: str) -> None:
         """Bill the seconds since the last bill."""
-        now = time.monotonic()
+        now = self._ranks.now()
         self.progress.ledger.bill(activity, Cost(seconds=now - self._watch))
         self._watch = now
 
@@ -191,14 +215,14 @@ class Trainer:
 
     def _train_step(self) -> None:
         """Set what follows the budget, take the gradient, update, bill."""
-        started, spent_before = time.monotonic(), self.share()
+        started, spent_before = self._ranks.now(), self.share()
         optimizer, parts = self._parts.optimizer, self._parts
         factor = self._config.schedule.factor(spent_before)
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
         if isinstance(optimizer, AdaFRUGAL):
             optimizer.set_progress(spent_before)
-        batch = parts.windows.next_batch(self._config.batch.sequences).to(parts.device)
+        batch = self._ranks.share(parts.windows.next_batch(self._config.batch.sequences)).to(parts.device)
         pieces = cast(tuple[Tensor, ...], batch.split(parts.micro_sequences))
         backward = parts.source.run(parts.model, pieces, parts.task, parts.sink)
         self._refuse_broken(backward.loss)
@@ -206,8 +230,9 @@ class Trainer:
         optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
         self.progress.ledger.bill("training", backward.cost)
+        self._meet()
         self._bill_time("training")
-        seconds = time.monotonic() - started
+        seconds = self._ranks.now() - started
         self.progress.step_cost = backward.cost + Cost(seconds=seconds)
         self._count_state()
         self._recent.append(
@@ -238,15 +263,20 @@ class Trainer:
         groups = optimizer.param_groups
         key = tuple((g.get("density"), g.get("refreshed_at")) for g in groups)
         if key != self._state_key or self.progress.step <= 2:
-            self._state_key, self._state_bytes = key, state_bytes(optimizer)
+            self._state_key, self._state_bytes = key, self.whole_state_bytes()
         self.progress.peak_state_bytes = max(self.progress.peak_state_bytes, self._state_bytes)
         self.progress.sum_state_bytes += self._state_bytes
+
+    def whole_state_bytes(self) -> int:
+        """Bytes of the optimizer's state: all shards together, or one replica."""
+        held = state_bytes(self._parts.optimizer)
+        return self._ranks.total([held])[0][0] if self._ranks.layout.kind == "fsdp2" else held
 
     # --- judging, saving, showing -------------------------------------------------------------------------------
 
     def _evaluate(self, final: bool = False) -> Evaluation:
         """Judge the model, tell the optimizer, log. A last one, after the checkpoint, tells the optimizer nothing."""
-        found = self._parts.evaluator.run(self._parts.model)
+        found = self._judge()
         now = self.progress
         now.evaluation_cost = found.cost
         now.ledger.bill("evaluation", Cost(flops=found.cost.flops))
@@ -271,6 +301,16 @@ class Trainer:
             + (f"; the gap grows to {optimizer.param_groups[0]['update_gap']} steps" if grew else "")
         )
         return found
+
+    def _judge(self) -> Evaluation:
+        """Judge the model; several ranks bill the first one's time."""
+        self._meet()
+        before = self._ranks.now()
+        found = self._parts.evaluator.run(self._parts.model)
+        if self._ranks.alone:
+            return found
+        self._meet()
+        return replace(found, cost=replace(found.cost, seconds=self._ranks.now() - before))
 
     def _log_training(self) -> None:
         recent, self._recent = self._recent, []
@@ -324,29 +364,40 @@ class Trainer:
         )
 
     def save(self) -> None:
-        """Write a checkpoint; where the disk refuses, warn, and go on from the last good one."""
+        """Write a checkpoint; where the disk refuses, warn, and go on from the last good one.
+
+        Shards are gathered first, so that the files are those of one process and any number of them can go on.
+        """
         if self._recent:
             self._log_training()
         self._bill_time("training")
+        weights = whole_weights(self._parts.model, self._ranks)
+        optimizer = gathered(self._parts.optimizer.state_dict(), self._ranks.is_first)
         parts = {
             "identity": self._identity(),
-            "model": self._parts.model.state_dict(),
-            "optimizer": self._parts.optimizer.state_dict(),
+            "model": weights,
+            "optimizer": optimizer,
             "windows": self._parts.windows.state_dict(),
             "progress": self.progress.state_dict(),
         }
+        written = self._write(parts) if self._ranks.is_first else 0
+        self._meet()
+        if written is not None:
+            self.progress.ledger.bill("checkpoint", Cost(written_bytes=written))
+            self._bill_time("checkpoint")
+
+    def _write(self, parts: dict[str, Any]) -> int | None:
+        """Bytes written, or None where the disk refused."""
         try:
-            written = self._checkpoints.save(self.progress.step, parts)
+            return self._checkpoints.save(self.progress.step, parts)
         except OSError as error:
             newest = self._checkpoints.newest()
             warnings.warn(
                 f"checkpoint at step {self.progress.step} could not be written ({error}); "
                 f"the last good one is {newest or 'none'}, and training goes on",
-                stacklevel=2,
+                stacklevel=3,
             )
-            return
-        self.progress.ledger.bill("checkpoint", Cost(written_bytes=written))
-        self._bill_time("checkpoint")
+            return None
 
     def _identity(self) -> dict[str, str]:
         """What a checkpoint can only be resumed with."""
@@ -368,12 +419,12 @@ class Trainer:
                     "It has changed since the run began: put it back, or start a new run from the saved model.",
                 )
         try:
-            self._parts.model.load_state_dict(loaded["model"])
+            load_weights(self._parts.model, loaded["model"], self._ranks)
         except RuntimeError as error:
             raise CheckpointError(
                 f"--resume from {path}", "weights of another model", f"{self._config.model}'s weights", str(error)
             ) from error
-        self._parts.optimizer.load_state_dict(loaded["optimizer"])
+        load_optimizer(self._parts.optimizer, loaded["optimizer"], self._ranks)
         self._parts.windows.load_state_dict(loaded["windows"])
         self.progress = Progress.from_state(loaded["progress"])
 
