@@ -96,18 +96,12 @@ def _accumulate(
 ) -> tuple[float, int, int]:
     """Backward through every micro-batch; returns the mean loss, the number of targets, and FLOPs."""
     num_targets = sum(task.num_targets(batch) for batch in batches)
-    if num_targets == 0:
-        raise NotSupportedError(
-            "training on a batch without targets",
-            "no token to predict",
-            "at least one target in each global batch",
-            "Leave out examples whose labels are all masked.",
-        )
+    refuse_no_targets(num_targets)
     total = torch.zeros((), dtype=torch.float32)
     flops = 0
     trained = _trained(model)
     for batch in batches:
-        call = _backward_of(model, batch, task, num_targets)
+        call = backward_of(model, batch, task, num_targets)
         if meter is None:
             loss = call()
         else:
@@ -117,10 +111,34 @@ def _accumulate(
     return float(total) / num_targets, num_targets, flops
 
 
-def _backward_of(model: nn.Module, batch: Tensor, task: Task, num_targets: int) -> Callable[[], Tensor]:
+def refuse_no_targets(num_targets: int) -> None:
+    """Refuse a global batch of which nothing is to be predicted.
+
+    Raises:
+        NotSupportedError: If there is no target.
+    """
+    if num_targets == 0:
+        raise NotSupportedError(
+            "training on a batch without targets",
+            "no token to predict",
+            "at least one target in each global batch",
+            "Leave out examples whose labels are all masked.",
+        )
+
+
+def backward_of(model: nn.Module, batch: Tensor, task: Task, divisor: float) -> Callable[[], Tensor]:
+    """A call that runs forward and backward over a micro-batch, and returns its summed loss, detached.
+
+    Args:
+        model: Called forward.
+        batch: The micro-batch.
+        task: Gives the sum of its losses.
+        divisor: What that sum is divided by before backward.
+    """
+
     def call() -> Tensor:
         loss = task.loss_sum(model, batch)
-        (loss / num_targets).backward()
+        (loss / divisor).backward()
         return loss.detach()
 
     return call

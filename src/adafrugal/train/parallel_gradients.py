@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from adafrugal.core.errors import NotSupportedError
 from adafrugal.core.protocols import GradSink, Task
 from adafrugal.core.values import Backward, Cost
+from adafrugal.gradients.backprop import backward_of, refuse_no_targets
 from adafrugal.laws.flops import FlopMeter
 from adafrugal.optim.sharding import is_dtensor
 from adafrugal.train.distributed import Ranks
@@ -51,18 +51,12 @@ class ParallelBackprop:
         """See `core.protocols.GradientSource`; ``batches`` are this rank's, the rest is of all ranks."""
         model.zero_grad(set_to_none=True)
         (num_targets,), _ = self._ranks.total([sum(task.num_targets(batch) for batch in batches)])
-        if num_targets == 0:
-            raise NotSupportedError(
-                "training on a batch without targets",
-                "no token to predict",
-                "at least one target in each global batch",
-                "Leave out examples whose labels are all masked.",
-            )
+        refuse_no_targets(num_targets)
         nats, flops = torch.zeros((), dtype=torch.float32), 0
         trained = tuple(param.requires_grad for param in model.parameters())
         wrapped = self._wrapped_for(trained)
         for i, batch in enumerate(batches):
-            call = _backward_of(wrapped, batch, task, num_targets / self._ranks.size)
+            call = backward_of(wrapped, batch, task, num_targets / self._ranks.size)
             with _averaging(wrapped, last=i == len(batches) - 1):
                 loss, counted = self._meter.measure(("backward", tuple(batch.shape), trained), call)
             nats += loss.to(nats.device)
@@ -89,15 +83,6 @@ def _averaging(wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
     if isinstance(wrapped, DistributedDataParallel) and not last:
         return wrapped.no_sync()
     return nullcontext()
-
-
-def _backward_of(wrapped: nn.Module, batch: Tensor, task: Task, targets_per_rank: float) -> Callable[[], Tensor]:
-    def call() -> Tensor:
-        loss = task.loss_sum(wrapped, batch)
-        (loss / targets_per_rank).backward()
-        return loss.detach()
-
-    return call
 
 
 def _whole(norm: Tensor) -> Tensor:
