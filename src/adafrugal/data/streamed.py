@@ -11,8 +11,9 @@ import torch
 from adafrugal.core.errors import ConfigError
 from adafrugal.core.rng import named_generator
 from adafrugal.data.documents import DocumentStream
+from adafrugal.data.order import check_count
 from adafrugal.data.tokenizer import Tokenizer, Tokens, token_dtype
-from adafrugal.data.windows import check_count, check_length, check_same
+from adafrugal.data.windows import check_length, check_same
 
 
 class StreamedWindows:

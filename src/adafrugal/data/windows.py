@@ -7,10 +7,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from adafrugal.core.errors import CheckpointError, ConfigError, DataError
-from adafrugal.core.rng import named_generator
+from adafrugal.data.order import ShuffledOrder
 from adafrugal.data.tokenizer import Tokens
 
 
@@ -79,24 +78,13 @@ def check_same(state: Mapping[str, Any], present: Mapping[str, Any]) -> None:
             )
 
 
-def check_count(num_windows: int) -> None:
-    """Refuse an empty batch.
-
-    Raises:
-        ConfigError: If fewer than one window is asked for.
-    """
-    if num_windows < 1:
-        raise ConfigError(f"next_batch({num_windows})", num_windows, "a whole number from 1 on", "Ask for a window.")
-
-
 class PackedWindows:
     """Windows of one flat array of tokens, shuffled anew in each epoch after they were cut.
 
     The text is cut into windows that do not overlap, and the tail that fills none is dropped. Since it is windows that
     are shuffled, not documents, a long document is spread over the epoch like any other.
 
-    The place is one number, the windows read since the start: window k is entry (k mod n) of the permutation that
-    epoch k div n draws from (seed, "data order", epoch). A batch may cross from one epoch into the next.
+    The place is one number, the windows read since the start; `ShuffledOrder` says in which order they come.
 
     Args:
         tokens: What `pack` returned; a memory map will do.
@@ -126,42 +114,27 @@ class PackedWindows:
         self.seed = seed
         self.num_windows = len(tokens) // sequence_length
         self._rows = tokens[: self.num_windows * sequence_length].reshape(self.num_windows, sequence_length)
-        self._windows = 0
-        self._drawn: tuple[int, NDArray[np.int64]] | None = None
+        self._order = ShuffledOrder(self.num_windows, seed)
 
     @property
     def epoch(self) -> int:
         """How many epochs are complete."""
-        return self._windows // self.num_windows
+        return self._order.epoch
 
     def next_batch(self, num_windows: int) -> torch.Tensor:
-        """The next windows, int64 (num_windows, sequence_length).
+        """The next windows, int64 (num_windows, sequence_length); they may cross from one epoch into the next.
 
         Raises:
             ConfigError: If fewer than one is asked for.
         """
-        check_count(num_windows)
-        parts: list[NDArray[np.int64]] = []
-        while num_windows:
-            epoch, position = divmod(self._windows, self.num_windows)
-            part = self._order(epoch)[position : position + num_windows]
-            parts.append(part)
-            self._windows += len(part)
-            num_windows -= len(part)
-        return torch.from_numpy(self._rows[np.concatenate(parts)].astype(np.int64))
-
-    def _order(self, epoch: int) -> NDArray[np.int64]:
-        if self._drawn is None or self._drawn[0] != epoch:
-            generator = named_generator(self.seed, "data order", "", epoch)
-            self._drawn = (epoch, torch.randperm(self.num_windows, generator=generator).numpy())
-        return self._drawn[1]
+        return torch.from_numpy(self._rows[self._order.take(num_windows)].astype(np.int64))
 
     def _same(self) -> dict[str, int]:
         return {"num_windows": self.num_windows, "sequence_length": self.sequence_length, "seed": self.seed}
 
     def state_dict(self) -> dict[str, Any]:
         """``windows``, the count read since the start, and the numbers that must be the same at a resume."""
-        return {"windows": self._windows, **self._same()}
+        return {"windows": self._order.taken, **self._same()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved place.
@@ -170,4 +143,4 @@ class PackedWindows:
             CheckpointError: If it was saved with another text, sequence length or seed.
         """
         check_same(state, self._same())
-        self._windows = int(state["windows"])
+        self._order.taken = int(state["windows"])
