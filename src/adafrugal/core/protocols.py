@@ -173,6 +173,10 @@ class Task(Protocol):
         """How many targets a micro-batch has; known before the model has run."""
         ...
 
+    def num_tokens(self, batch: Tensor) -> int:
+        """How many tokens a micro-batch bills; what only fills it up is none."""
+        ...
+
     def loss_sum(self, model: nn.Module, batch: Tensor) -> Tensor:
         """The loss in nats, summed over the targets of a micro-batch; a scalar in float32 with a graph."""
         ...

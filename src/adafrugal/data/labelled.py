@@ -11,13 +11,14 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from adafrugal.core.catalog import Catalog
 from adafrugal.core.errors import ConfigError, DataError, nearest_name
 from adafrugal.data.libraries import load_library
 
 MetricName = Literal["accuracy", "f1", "matthews", "pearson", "spearman"]
+METRICS: tuple[MetricName, ...] = get_args(MetricName)
 SUFFIXES = (".tsv", ".tsv.gz", ".jsonl", ".jsonl.gz")
 
 
@@ -63,6 +64,14 @@ class LabelledTask:
     hub_fields: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        unknown = [name for name in self.metrics if name not in METRICS]
+        if unknown or not self.metrics:
+            raise ConfigError(
+                f"LabelledTask(metrics={self.metrics})",
+                unknown[0] if unknown else "no metric",
+                f"one or more of {', '.join(METRICS)}",
+                f"Choose among them.{nearest_name(unknown[0], METRICS) if unknown else ''}",
+            )
         if len(self.text_fields) not in (1, 2):
             raise ConfigError(
                 f"LabelledTask(text_fields={self.text_fields})",

@@ -39,6 +39,20 @@ __all__ = [
 ]
 
 
+class Vocabulary(Protocol):
+    """What has a name and so many ids."""
+
+    @property
+    def name(self) -> str:
+        """What to call it in a summary."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        ...
+
+
 class Tokenizer(Protocol):
     """Text to ids and back. Ids lie in [0, vocab_size)."""
 
@@ -187,7 +201,7 @@ def open_tokenizer(config: TokenizerConfig, corpus: Corpus, cache_folder: str | 
     return load_tokenizer(config.name)
 
 
-def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
+def check_vocabulary(tokenizer: Vocabulary, model_vocab_size: int) -> None:
     """Refuse a tokenizer with ids that the model has no embedding for.
 
     Args:

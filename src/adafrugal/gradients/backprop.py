@@ -53,7 +53,7 @@ class Backprop:
             torch.nn.utils.clip_grads_with_norm_(params, self._max_grad_norm, norm)
         for param in params:
             sink(param, cast(Tensor, param.grad))
-        tokens = sum(batch.numel() for batch in batches)
+        tokens = sum(task.num_tokens(batch) for batch in batches)
         cost = Cost(flops=flops, tokens=tokens)
         return Backward(loss=loss, num_targets=num_targets, grad_norm=float(norm), cost=cost)
 
@@ -87,7 +87,7 @@ class FusedBackprop:
             loss, num_targets, flops = _accumulate(model, batches, task, self._meter)
         finally:
             hooks.remove()
-        cost = Cost(flops=flops, tokens=batches[0].numel())
+        cost = Cost(flops=flops, tokens=task.num_tokens(batches[0]))
         return Backward(loss=loss, num_targets=num_targets, grad_norm=None, cost=cost)
 
 

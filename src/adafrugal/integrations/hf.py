@@ -23,6 +23,7 @@ from adafrugal.integrations.optim_args import (
     checked,
     from_arguments,
     parse_optim_args,
+    refuse_deepspeed,
     refuse_unfusable_arguments,
 )
 from adafrugal.optim.blocks import has_layer, layer_of
@@ -77,7 +78,8 @@ def create_adafrugal_optimizer(
 
     Raises:
         ConfigError: For an unknown method or setting (lists the known ones and the nearest), or a value out of range.
-        NotSupportedError: For a fused backward with clipping, accumulation, fp16 or several processes.
+        NotSupportedError: For a fused backward with clipping, accumulation, fp16 or several processes; for DeepSpeed
+            with an optimizer of its own, or with ZeRO.
     """
     _, resolved = adafrugal_cls_and_kwargs(args, method=method, optim_args=optim_args, **settings)
     return AdaFrugalFactory()(model, **resolved)
@@ -106,6 +108,7 @@ def adafrugal_cls_and_kwargs(
     """
     given = {**parse_optim_args(args.optim_args or ""), **parse_optim_args(optim_args or ""), **settings}
     resolved = {"method": method, **checked(method, given, from_arguments(method, args))}
+    refuse_deepspeed(args)
     if resolved.get("fused_backward"):
         refuse_unfusable_arguments(args, str(resolved.get("check_finite", "deferred")))
     return AdaFrugalFactory, resolved

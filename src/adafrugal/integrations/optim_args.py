@@ -189,3 +189,31 @@ def refuse_unfusable_arguments(args: TrainingArguments, check_finite: str) -> No
     for refused, value, allowed in others:
         if refused:
             raise NotSupportedError(call, value, allowed, "Change it, or train without fused_backward.")
+
+
+def refuse_deepspeed(args: TrainingArguments) -> None:
+    """Refuse a DeepSpeed configuration that takes the optimizer's place, or the shapes of its weights.
+
+    Raises:
+        NotSupportedError: For an ``optimizer`` block, or a ZeRO stage above 0.
+    """
+    plugin = args.deepspeed_plugin
+    if plugin is None:
+        return
+    config = cast(dict[str, Any], plugin.deepspeed_config)
+    call = "adafrugal_cls_and_kwargs(args) with a DeepSpeed configuration"
+    if "optimizer" in config:
+        raise NotSupportedError(
+            call,
+            f"an optimizer block: {config['optimizer'].get('type')}",
+            "one optimizer, and it is made here",
+            'Remove the block "optimizer" from the configuration.',
+        )
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if stage:
+        raise NotSupportedError(
+            call,
+            f"ZeRO stage {stage}",
+            "stage 0, since the others cut weights into flat partitions, in which no matrix can be found",
+            "Use FSDP2 (fsdp_version: 2), which keeps matrices, or DDP.",
+        )

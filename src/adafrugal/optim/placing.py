@@ -87,11 +87,27 @@ def _ages(entered: Tensor | None) -> Ages:
     return tuple(runs)
 
 
+def _refuse_replaced(group: Group, takes_vectors: bool) -> None:
+    """Refuse flat tensors that somebody has put in the place of a group's own: matrices cannot be found in them."""
+    params = cast(list[Tensor], group["params"])
+    num_flat = 0 if takes_vectors else sum(param.ndim < 2 for param in params)
+    if len(params) != len(group["param_names"]) or num_flat:
+        raise NotSupportedError(
+            f"optimizer.param_groups with {group['param_names'][0]}",
+            f"{len(params)} tensors, {num_flat} of them flat, in the place of {len(group['param_names'])} parameters",
+            "the parameters that the group was built with",
+            "DeepSpeed's ZeRO puts flat partitions there: use ZeRO stage 0, DDP, or FSDP2.",
+        )
+
+
 class Placement:
     """The places of all tensors of an optimizer, in the order of its groups.
 
     Args:
         groups: The optimizer's groups, complete with settings.
+
+    Raises:
+        NotSupportedError: If flat tensors are in the place of the groups' own.
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:
@@ -100,6 +116,7 @@ class Placement:
         self._lists = [group["params"] for group in groups]
         for number, group in enumerate(groups):
             subspace = SUBSPACES.create(group["subspace"])
+            _refuse_replaced(group, subspace.takes_vectors)
             lowest = lowest_density(group)
             members = zip(group["params"], group["param_names"], group["stacked"], strict=True)
             for index, (param, name, stacked) in enumerate(members):

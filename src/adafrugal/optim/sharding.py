@@ -196,5 +196,5 @@ def refuse_foreign_shards(param: Tensor, name: str, method: str) -> None:
             f"{method}(params) at {name}",
             "a weight that DeepSpeed ZeRO-3 has taken apart",
             "whole weights, or the DTensors of FSDP2",
-            "Use ZeRO stage 1 or 2, or FSDP2.",
+            "Use ZeRO stage 0, DDP, or FSDP2.",
         )

@@ -16,6 +16,7 @@ from adafrugal.optim.placing import Placement, States, state_dtype_of
 from adafrugal.optim.rules import rule_of
 from adafrugal.optim.settings import FORMAT_VERSION, STRUCTURE
 from adafrugal.optim.sharding import Sharding, is_dtensor
+from adafrugal.optim.subspaces import LineSubspace
 
 _CALL = "optimizer.load_state_dict(...)"
 _NUMBERS = ("step", "cursor", "fit_width", "width")
@@ -51,7 +52,7 @@ def saved_state(
             if layout == "padded":
                 states[number] = _padded(param, group, state or {}, placement)
             elif state:
-                states[number] = dict(state)
+                states[number] = _compact(param, state, placement)
             number += 1
     orphans = [param for param in param_states if param not in known]
     if orphans:
@@ -60,6 +61,18 @@ def saved_state(
             stacklevel=3,
         )
     return {"state": states, "param_groups": groups}
+
+
+def _compact(param: Tensor, state: Mapping[str, Any], placement: Placement) -> dict[str, Any]:
+    """One tensor's state as it is; where lines may differ in age, their steps of entry are there even if all are 0.
+
+    torch.distributed.checkpoint fills what the other side has, and would leave them out without a word.
+    """
+    place = placement.places[param]
+    if "width" not in state or "entered" in state or not isinstance(place.subspace, LineSubspace):
+        return dict(state)
+    device = torch.device("cpu") if param.is_meta else param.device
+    return {**state, "entered": torch.zeros(state["width"], dtype=torch.int32, device=device)}
 
 
 def _widest(param: Tensor, group: Group, placement: Placement) -> int:
@@ -119,6 +132,7 @@ def loaded_state(saved: Mapping[str, Any], groups: Sequence[Group]) -> tuple[lis
     """
     saved_groups = saved["param_groups"]
     _check_groups(groups, saved_groups)
+    _refuse_emptied(saved)
     new_groups: list[Group] = []
     for group, old in zip(groups, saved_groups, strict=True):
         order = _order(group, old)
@@ -134,6 +148,22 @@ def loaded_state(saved: Mapping[str, Any], groups: Sequence[Group]) -> tuple[lis
             if entry:
                 new_states[param] = _taken(param, group, entry, placement)
     return new_groups, new_states
+
+
+def _refuse_emptied(saved: Mapping[str, Any]) -> None:
+    """Refuse a state of which only settings are left: some group has trained, and nobody has a moment.
+
+    A group that freezes what is idle holds none while the next layer waits for its first gradient.
+    """
+    trained = [g for g in saved["param_groups"] if g["step"] > 0 and any(g["widths"]) and not g["freeze_idle"]]
+    if trained and not saved["state"]:
+        raise CheckpointError(
+            _CALL,
+            f"no moments after {trained[0]['step']} steps",
+            "the state of every tensor that holds one",
+            "torch's get_optimizer_state_dict leaves it out while gradients are there: call optimizer.zero_grad() "
+            "before, on both sides.",
+        )
 
 
 def _check_groups(groups: Sequence[Group], saved: Sequence[Group]) -> None:
@@ -236,7 +266,9 @@ def _taken(param: Tensor, group: Group, entry: Mapping[str, Any], placement: Pla
                 "Load it into an optimizer over the same model and settings.",
             )
         narrowed = tensor.detach()[tuple(slice(0, length) for length in size)]
-        taken[key] = narrowed.clone(memory_format=torch.contiguous_format).to(param.device)
-    if "entered" in taken and not bool(taken["entered"].any()):
-        del taken["entered"]
+        if key == "entered" and not bool(narrowed.any()):
+            continue
+        taken[key] = narrowed.clone(memory_format=torch.contiguous_format)
+        if key != "entered" or not param.is_meta:  # it is read, so that a tensor without data keeps it on the host
+            taken[key] = taken[key].to(param.device)
     return taken

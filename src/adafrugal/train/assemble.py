@@ -12,10 +12,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adafrugal.core.errors import ConfigError
-from adafrugal.core.protocols import GradientSource, GradSink
+from adafrugal.core.protocols import GradientSource, GradSink, Task
 from adafrugal.data.corpus import Corpus, open_corpus
 from adafrugal.data.loader import open_windows, pack, scored_bytes, validation_windows
-from adafrugal.data.tasks import NextToken
+from adafrugal.data.rows import PairTokenizer
+from adafrugal.data.tasks import Answer, NextToken
 from adafrugal.data.tokenizer import Tokenizer, TokenizerConfig, check_vocabulary, open_tokenizer
 from adafrugal.data.windows import Windows
 from adafrugal.gradients.backprop import Backprop, FusedBackprop, keep_gradient
@@ -24,9 +25,18 @@ from adafrugal.optim.attach import refuse_unfusable
 from adafrugal.optim.split import SplitOptimizer
 from adafrugal.train.config import TrainConfig
 from adafrugal.train.distributed import Ranks, refuse_unparallel
-from adafrugal.train.evaluate import Evaluator
-from adafrugal.train.models import build_model, check_model_name, choose_device, is_preset, vocabulary_of
-from adafrugal.train.optimizers import build_optimizer, check_optimizer
+from adafrugal.train.evaluate import Evaluator, Judge
+from adafrugal.train.evaluate_answers import AnswerEvaluator
+from adafrugal.train.labelled_parts import LabelledText, read_labelled_text
+from adafrugal.train.models import (
+    build_classifier,
+    build_model,
+    check_model_name,
+    choose_device,
+    is_preset,
+    vocabulary_of,
+)
+from adafrugal.train.optimizers import FINE_TUNING_RATES, build_optimizer, check_optimizer
 from adafrugal.train.parallel_gradients import ParallelBackprop
 
 
@@ -36,10 +46,10 @@ class Parts:
 
     Args:
         device: Where the model lives.
-        corpus: The text.
+        corpus: The text, or the labelled examples.
         tokenizer: Its tokenizer.
         model: The model, in training mode.
-        windows: Training windows, resumable.
+        windows: Training windows or rows, resumable.
         optimizer: Over the model's parameters.
         task: The loss.
         source: Where gradients come from.
@@ -50,15 +60,15 @@ class Parts:
     """
 
     device: torch.device
-    corpus: Corpus
-    tokenizer: Tokenizer
+    corpus: Corpus | LabelledText
+    tokenizer: Tokenizer | PairTokenizer
     model: nn.Module
     windows: Windows
     optimizer: Optimizer
-    task: NextToken
+    task: Task
     source: GradientSource
     sink: GradSink
-    evaluator: Evaluator
+    evaluator: Judge
     micro_sequences: int
     ranks: Ranks
 
@@ -88,6 +98,35 @@ def assemble(config: TrainConfig, say: Callable[[str], None], ranks: Ranks | Non
     check_optimizer(config.optim)
     micro = _micro_sequences(config, ranks)
     refuse_unparallel(ranks, config.optim.name, config.fused_backward)
+    meter = FlopMeter(device)
+    side = _answering if config.task.name is not None else _writing
+    known = side(config, say, ranks, device, micro, meter)
+    sink: GradSink = keep_gradient
+    source: GradientSource = Backprop(meter, config.max_grad_norm)
+    if not ranks.alone:
+        source = ParallelBackprop(ranks, lambda: ranks.replicate(known.model, device), meter, config.max_grad_norm)
+    if config.fused_backward:
+        source, sink = _fused(config, known.optimizer, meter, micro)
+    return Parts(**vars(known), device=device, source=source, sink=sink, micro_sequences=micro, ranks=ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Side:
+    """What depends on whether a run writes text or answers examples; fields as in `Parts`."""
+
+    corpus: Corpus | LabelledText
+    tokenizer: Tokenizer | PairTokenizer
+    model: nn.Module
+    windows: Windows
+    optimizer: Optimizer
+    task: Task
+    evaluator: Judge
+
+
+def _writing(
+    config: TrainConfig, say: Callable[[str], None], ranks: Ranks, device: torch.device, micro: int, meter: FlopMeter
+) -> _Side:
+    """Learn the next token of text."""
     corpus = open_corpus(config.text)
     size = "a stream" if corpus.num_bytes is None else f"{corpus.num_bytes / 1e6:.1f} MB"
     say(f"text: {corpus.name}, {size}" + "".join(f"; {note}" for note in corpus.notes))
@@ -96,35 +135,55 @@ def assemble(config: TrainConfig, say: Callable[[str], None], ranks: Ranks | Non
     check_vocabulary(tokenizer, vocabulary_of(model))
     model = ranks.shard(model, device)
     optimizer = build_optimizer(config.optim, model, config.seed)
-    num_parameters = sum(param.numel() for param in model.parameters())
-    where = str(device) if ranks.alone else f"{ranks.size} processes with {ranks.layout.kind} ({device.type})"
-    say(f"model: {config.model}, {num_parameters / 1e6:.2f}M parameters, on {where}; tokenizer: {tokenizer.name}")
+    say(_model_line(config, model, ranks, device, tokenizer.name))
     length = config.batch.sequence_length
     windows = open_windows(corpus, tokenizer, length, config.seed)
     held_out = validation_windows(pack(corpus.validation(), tokenizer), length, config.eval.windows)
-    meter = FlopMeter(device)
     task = NextToken(autocast=config.autocast)
     num_bytes = scored_bytes(held_out, tokenizer.token_bytes)
-    sink: GradSink = keep_gradient
-    source: GradientSource = Backprop(meter, config.max_grad_norm)
-    if not ranks.alone:
-        source = ParallelBackprop(ranks, lambda: ranks.replicate(model, device), meter, config.max_grad_norm)
-    if config.fused_backward:
-        source, sink = _fused(config, optimizer, meter, micro)
-    return Parts(
-        device=device,
+    return _Side(
         corpus=corpus,
         tokenizer=tokenizer,
         model=model,
         windows=windows,
         optimizer=optimizer,
         task=task,
-        source=source,
-        sink=sink,
         evaluator=Evaluator(held_out, num_bytes, task, micro, meter, ranks),
-        micro_sequences=micro,
-        ranks=ranks,
     )
+
+
+def _answering(
+    config: TrainConfig, say: Callable[[str], None], ranks: Ranks, device: torch.device, micro: int, meter: FlopMeter
+) -> _Side:
+    """Learn to answer labelled examples."""
+    text = read_labelled_text(config, say)
+    tokenizer, labelled = text.tokenizer, text.labelled
+    model = build_classifier(config, labelled.num_outputs, tokenizer.padding_id, device)
+    check_vocabulary(tokenizer, vocabulary_of(model))
+    model = ranks.shard(model, device)
+    optimizer = build_optimizer(config.optim, model, config.seed, FINE_TUNING_RATES)
+    say(_model_line(config, model, ranks, device, tokenizer.name))
+    task = Answer(
+        is_regression=labelled.is_regression,
+        padding_id=tokenizer.padding_id,
+        has_segments=tokenizer.has_segments,
+        autocast=config.autocast,
+    )
+    return _Side(
+        corpus=text,
+        tokenizer=tokenizer,
+        model=model,
+        windows=text.windows(config.seed),
+        optimizer=optimizer,
+        task=task,
+        evaluator=AnswerEvaluator(text.validation, labelled, task, micro, meter, ranks.size),
+    )
+
+
+def _model_line(config: TrainConfig, model: nn.Module, ranks: Ranks, device: torch.device, tokenizer: str) -> str:
+    num_parameters = sum(param.numel() for param in model.parameters())
+    where = str(device) if ranks.alone else f"{ranks.size} processes with {ranks.layout.kind} ({device.type})"
+    return f"model: {config.model}, {num_parameters / 1e6:.2f}M parameters, on {where}; tokenizer: {tokenizer}"
 
 
 def _micro_sequences(config: TrainConfig, ranks: Ranks) -> int:

@@ -88,6 +88,54 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """A labelled task in the place of plain text: one or two texts in, a class or a number out.
+
+    Args:
+        name: cola, mrpc, qnli, rte, sst2, stsb, or own for one of your own; None learns to write text.
+        train: A .tsv or .jsonl file (.gz too), hub for the task's own data set there, or owner/name of another.
+        validation: The same, for the examples that the model is judged on.
+        limit: The first so many examples of each; None for all.
+        text_fields: Of one's own: fields of the texts, one or two.
+        label_field: Of one's own: the field of the label.
+        classes: Of one's own: the labels in order; none for a number.
+        metrics: Of one's own: accuracy, f1, matthews for classes; pearson, spearman for a number.
+    """
+
+    name: str | None = None
+    train: str = "hub"
+    validation: str = "hub"
+    limit: int | None = None
+    text_fields: tuple[str, ...] | None = None
+    label_field: str | None = None
+    classes: tuple[str, ...] | None = None
+    metrics: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("task.", {"limit": self.limit}, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters of peft's in the place of the whole model: a baseline to compare with.
+
+    Args:
+        rank: Of the adapters; None trains the model itself.
+        alpha: The adapters are scaled by alpha / rank.
+        dropout: On what goes into the adapters.
+        modules: Names of the layers that get one; None lets peft choose for the model.
+    """
+
+    rank: int | None = None
+    alpha: float = 16.0
+    dropout: float = 0.0
+    modules: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("lora.", {"rank": self.rank}, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class BatchConfig:
     """How much text one step sees, and in how many pieces.
 
@@ -167,6 +215,8 @@ class TrainConfig:
         out: The folder of the run; None makes one under runs/ named by date, model and optimizer.
         seed: Of the model, the order of the data, frames, rounding and the sample.
         text: Which text.
+        task: Which labelled task, if any; it takes the place of the text.
+        lora: Adapters in the place of the whole model.
         tokenizer: Which tokenizer.
         optim: Which optimizer.
         schedule: The learning rate over the share of the budget spent.
@@ -191,6 +241,8 @@ class TrainConfig:
     out: str | None = None
     seed: int = 0
     text: TextConfig = field(default_factory=TextConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: LearningRate = field(default_factory=LearningRate)

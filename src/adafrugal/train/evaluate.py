@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,18 +24,40 @@ class Evaluation:
 
     Args:
         loss: Mean loss in nats per scored token.
-        bits_per_byte: Nats of the scored tokens / ln 2 / UTF-8 bytes of the scored tokens.
+        bits_per_byte: Nats of the scored tokens / ln 2 / UTF-8 bytes of the scored tokens; None where no text is.
         cost: FLOPs and seconds; no training tokens.
+        scores: Of answers to labelled examples, by metric; none for text.
     """
 
     loss: float
-    bits_per_byte: float
+    bits_per_byte: float | None
     cost: Cost
+    scores: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def perplexity(self) -> float:
         """exp(loss); infinity where that overflows."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    def record(self) -> dict[str, float | None]:
+        """What the log says of it."""
+        if self.bits_per_byte is None:
+            return {"val_loss": self.loss, **{f"val_{name}": value for name, value in self.scores.items()}}
+        return {"val_loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+
+    def words(self) -> str:
+        """What a person is told of it."""
+        if self.bits_per_byte is None:
+            return ", ".join([f"held-out loss {self.loss:.4f}", *(f"{k} {v:.4f}" for k, v in self.scores.items())])
+        return f"held-out loss {self.loss:.4f}, {self.bits_per_byte:.4f} bits per byte"
+
+
+class Judge(Protocol):
+    """Judges a model on what is held out."""
+
+    def run(self, model: nn.Module) -> Evaluation:
+        """Judge the model as it is; its mode is put back."""
+        ...
 
 
 class Evaluator:

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 
 from adafrugal.core.errors import ConfigError
+from adafrugal.data.rows import PairTokenizer
 from adafrugal.train.assemble import Parts, assemble
 from adafrugal.train.checkpoint import Checkpoints, write_atomically
 from adafrugal.train.config import TrainConfig, as_plain
@@ -108,7 +109,9 @@ def run_training(
         ended_by = trainer.run()
         summary = _summary(config, parts, trainer, ended_by, setup_seconds)
         _save_model(parts, folder / "model")
-        sample = write_sample(parts.model, parts.tokenizer, config.sample, config.seed) if config.sample.tokens else ""
+        sample = ""
+        if config.sample.tokens and not isinstance(parts.tokenizer, PairTokenizer):
+            sample = write_sample(parts.model, parts.tokenizer, config.sample, config.seed)
         close_ranks(ranks)
         if not ranks.is_first:
             return summary
@@ -180,6 +183,7 @@ def _summary(
         "final_bits_per_byte": progress.bits_per_byte,
         "best_val_loss": progress.best_val_loss,
         "best_bits_per_byte": progress.best_bits_per_byte,
+        "final_scores": progress.scores,
         "peak_optimizer_state_bytes": progress.peak_state_bytes,
         "mean_optimizer_state_bytes": round(progress.sum_state_bytes / max(1, progress.step)),
         "final_optimizer_state_bytes": trainer.whole_state_bytes(),
@@ -202,7 +206,7 @@ def _summary(
         "text_notes": list(parts.corpus.notes),
         "tokenizer": parts.tokenizer.name,
         "tokenizer_sha256": parts.tokenizer.fingerprint,
-        "bytes_are_exact": parts.tokenizer.exact_bytes,
+        "bytes_are_exact": not isinstance(parts.tokenizer, PairTokenizer) and parts.tokenizer.exact_bytes,
         "device": str(parts.device),
         "parallel": parts.ranks.layout.kind,
         "num_processes": parts.ranks.size,
@@ -224,9 +228,12 @@ def summary_table(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         value = summary[f"{kind}_optimizer_state_bytes"]
         return f"{value / _MB:.2f} MB" + (f" ({value / adamw:.0%} of AdamW's)" if adamw else "")
 
+    bits = summary["final_bits_per_byte"]
+    unit, best = ("an example" if bits is None else "nats per token"), f"best {summary['best_val_loss']:.4f}"
     return [
-        ("held-out loss", f"{summary['final_val_loss']:.4f} nats per token (best {summary['best_val_loss']:.4f})"),
-        ("bits per byte", f"{summary['final_bits_per_byte']:.4f} (best {summary['best_bits_per_byte']:.4f})"),
+        ("held-out loss", f"{summary['final_val_loss']:.4f} {unit} ({best})"),
+        *([] if bits is None else [("bits per byte", f"{bits:.4f} (best {summary['best_bits_per_byte']:.4f})")]),
+        *((name, f"{value:.4f}") for name, value in summary["final_scores"].items()),
         ("optimizer state, peak", held("peak")),
         ("optimizer state, mean", held("mean")),
         ("optimizer state, at the end", held("final")),

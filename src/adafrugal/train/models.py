@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from adafrugal.core.errors import ConfigError, NotSupportedError, nearest_name
-from adafrugal.core.rng import derive_seed
+from adafrugal.core.rng import own_stream
 from adafrugal.data.libraries import load_library
 from adafrugal.plan.shapes import PRESETS, ModelShape
 from adafrugal.train.config import TrainConfig
@@ -85,8 +86,7 @@ def build_model(config: TrainConfig, tokenizer_size: int, device: torch.device) 
     dtype: torch.dtype = getattr(torch, config.weights)
     if is_preset(config.model):
         # transformers draws the first weights from the global stream: it gets one of its own, and ours is put back.
-        with torch.random.fork_rng():
-            torch.manual_seed(derive_seed(config.seed, "model"))
+        with own_stream(config.seed, "model"):
             model = transformers.LlamaForCausalLM(_preset_config(transformers, config, tokenizer_size))
         model = model.to(dtype)
     else:
@@ -97,11 +97,72 @@ def build_model(config: TrainConfig, tokenizer_size: int, device: torch.device) 
                 "no vocab_size for a model that is loaded, which brings its own",
                 "Leave --vocab_size out.",
             )
-        model = _load(transformers, config.model, dtype)
+        model = _load(transformers.AutoModelForCausalLM, config.model, "a causal language model", dtype=dtype)
+    return _finished(model, config, device)
+
+
+def build_classifier(config: TrainConfig, num_outputs: int, padding_id: int, device: torch.device) -> nn.Module:
+    """Load a pretrained model with a new head that answers, ready to be fine-tuned.
+
+    Args:
+        config: Which model, in which precision; the head is drawn from its seed.
+        num_outputs: Of the head: classes, or 1 for a number.
+        padding_id: What stands where a row has no id.
+        device: Where it shall live.
+
+    Raises:
+        ConfigError: If no such folder or hub model can be found, or a setting does not fit it.
+    """
+    transformers = load_library("transformers", "building a model")
+    dtype: torch.dtype = getattr(torch, config.weights)
+    with own_stream(config.seed, "model"):  # transformers draws the head from the global stream
+        model, report = _load(
+            transformers.AutoModelForSequenceClassification,
+            config.model,
+            "a model that transformers can put a classifier on",
+            dtype=dtype,
+            num_labels=num_outputs,
+            output_loading_info=True,
+        )
+    drawn = [name for name in report["missing_keys"] if name.startswith(f"{model.base_model_prefix}.")]
+    if drawn:  # the head is always drawn anew
+        warnings.warn(f"{config.model} lacks {', '.join(sorted(drawn))}: drawn anew", stacklevel=2)
+    model.config.pad_token_id = padding_id  # decoders look for the last token that is not this
+    return _finished(model, config, device)
+
+
+def _finished(model: Any, config: TrainConfig, device: torch.device) -> nn.Module:
+    """Checked, with adapters and checkpointing if asked for, on its device and in training mode."""
     _check_length(model, config)
     if config.activation_checkpointing:
         _checkpoint_activations(model)
+    if config.lora.rank is not None:
+        model = _with_adapters(model, config)
     return model.to(device).train()
+
+
+def _with_adapters(model: Any, config: TrainConfig) -> Any:
+    """A model whose weights rest under low-rank adapters of peft's; a new head stays whole, and is trained."""
+    peft = load_library("peft", "low-rank adapters", "tasks")
+    kind = "CAUSAL_LM" if config.task.name is None else "SEQ_CLS"
+    lora = config.lora
+    settings = peft.LoraConfig(
+        task_type=kind,
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.modules) if lora.modules else None,
+    )
+    with own_stream(config.seed, "adapters"):
+        try:
+            return peft.get_peft_model(model, settings)
+        except ValueError as error:
+            raise ConfigError(
+                f"--lora.rank {lora.rank} over {config.model}",
+                f"modules={lora.modules}",
+                "names of linear layers of the model",
+                f"peft says: {str(error).splitlines()[0]}",
+            ) from error
 
 
 def _preset_config(transformers: Any, config: TrainConfig, tokenizer_size: int) -> Any:
@@ -124,28 +185,30 @@ def _preset_config(transformers: Any, config: TrainConfig, tokenizer_size: int) 
 
 @contextmanager
 def without_bars() -> Generator[None]:
-    """Hide transformers' progress bars while it loads or saves: they would run through ours."""
-    bars: Any = load_library("transformers.utils.logging", "loading and saving a model")
-    shown = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
+    """Hide transformers' progress bars and reports while it loads or saves: they would run through ours."""
+    logging: Any = load_library("transformers.utils.logging", "loading and saving a model")
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if shown:
-            bars.enable_progress_bar()
+            logging.enable_progress_bar()
 
 
-def _load(transformers: Any, name: str, dtype: torch.dtype) -> nn.Module:
-    """A model from a folder or the hub."""
+def _load(kind: Any, name: str, what: str, **settings: Any) -> Any:
+    """A model of a kind from a folder or the hub."""
     try:
         with without_bars():
-            return transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+            return kind.from_pretrained(name, **settings)
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"--model {name}",
             name,
-            f"a preset ({', '.join(PRESETS.names())}), a folder with a causal language model, or a hub id",
+            f"a preset ({', '.join(PRESETS.names())}), a folder with {what}, or a hub id",
             f"transformers says: {first_line}{nearest_name(name, PRESETS.names()) if not Path(name).exists() else ''}",
         ) from error
 

@@ -48,6 +48,18 @@ DEFAULT_RATES: Mapping[str, Rates] = {
 }
 
 
+# For fine-tuning a pretrained encoder: about a tenth of those above; docs/fine_tuning.md has the table.
+FINE_TUNING_RATES: Mapping[str, Rates] = {
+    "adafrugal": Rates(lr=3e-4),
+    "frugal": Rates(lr=3e-4),
+    "galore": Rates(lr=1e-3),
+    "badam": Rates(lr=1e-4),
+    "signsgd": Rates(lr=3e-5),
+    "adamw": Rates(lr=1e-4),
+    "sgd": Rates(lr=1e-2),
+}
+
+
 def method_names() -> tuple[str, ...]:
     """All optimizers that a run can use."""
     return (*METHODS.names(), *TORCH_METHODS)
@@ -88,21 +100,24 @@ def check_optimizer(config: OptimConfig) -> dict[str, Any]:
     return given
 
 
-def build_optimizer(config: OptimConfig, model: nn.Module, seed: int) -> Optimizer:
+def build_optimizer(
+    config: OptimConfig, model: nn.Module, seed: int, rates: Mapping[str, Rates] = DEFAULT_RATES
+) -> Optimizer:
     """Make the optimizer over a model.
 
     Args:
         config: Its name, and the settings that shall not have their defaults.
         model: What it trains.
         seed: Of frames and rounding.
+        rates: By method, where the configuration gives none.
 
     Raises:
         ConfigError: As `check_optimizer`, and for values outside their range.
     """
     given = check_optimizer(config)
-    rates = DEFAULT_RATES[config.name]
-    lr = given.pop("lr", rates.lr)
-    embedding_lr = given.pop("embedding_lr", rates.embedding_lr if config.lr is None else None)
+    default = rates[config.name]
+    lr = given.pop("lr", default.lr)
+    embedding_lr = given.pop("embedding_lr", default.embedding_lr if config.lr is None else None)
     factory = _factory(config.name)
     if config.name in TORCH_METHODS:
         given.setdefault("weight_decay", 0.0)

@@ -67,7 +67,9 @@ class ParallelBackprop:
             torch.nn.utils.clip_grads_with_norm_(params, self._max_grad_norm, norm)
         for param in params:
             sink(param, cast(Tensor, param.grad))
-        counts, (all_nats,) = self._ranks.total([flops, sum(batch.numel() for batch in batches)], [float(nats)])
+        counts, (all_nats,) = self._ranks.total(
+            [flops, sum(task.num_tokens(batch) for batch in batches)], [float(nats)]
+        )
         cost = Cost(flops=counts[0], tokens=counts[1])
         return Backward(loss=all_nats / num_targets, num_targets=num_targets, grad_norm=float(norm), cost=cost)
 

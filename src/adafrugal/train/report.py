@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from adafrugal.data.labelled import METRICS
 from adafrugal.data.libraries import load_library
 from adafrugal.train.checkpoint import write_atomically
 
@@ -45,7 +46,7 @@ def _picture(title: str, x_label: str, y_label: str, curves: Sequence[Curve], st
 
 
 def pictures(records: Sequence[Record], adamw_state_bytes: int) -> list[str]:
-    """Loss, bits per byte, density, gap, optimizer bytes and learning rate, as SVG.
+    """Loss, bits per byte or scores, density, gap, optimizer bytes and learning rate, as SVG.
 
     Args:
         records: Of ``metrics.jsonl``.
@@ -58,13 +59,14 @@ def pictures(records: Sequence[Record], adamw_state_bytes: int) -> list[str]:
             "nats per token",
             [_curve(records, "training", "tokens", "train_loss"), _curve(records, "held out", "tokens", "val_loss")],
         ),
-        _picture(
-            "Bits per byte, held out",
-            "training tokens",
-            "bits",
-            [_curve(records, "held out", "tokens", "bits_per_byte")],
-        ),
     ]
+    if any(record.get("bits_per_byte") is not None for record in records):
+        bits = _curve(records, "held out", "tokens", "bits_per_byte")
+        drawn.append(_picture("Bits per byte, held out", "training tokens", "bits", [bits]))
+    answered = sorted({f"val_{name}" for name in METRICS} & {name for record in records for name in record})
+    if answered:
+        curves = [_curve(records, name.removeprefix("val_"), "tokens", name) for name in answered]
+        drawn.append(_picture("Answers, held out", "training tokens", "score", curves))
     if any(record.get("density") is not None for record in records):
         drawn.append(
             _picture("Density", "step", "share of elements", [_curve(records, "density", "step", "density")], True)

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from adafrugal.core.rng import derive_seed
+from adafrugal.core.rng import own_stream
 from adafrugal.data.tokenizer import Tokenizer
 from adafrugal.train.config import SampleConfig
 
@@ -33,8 +33,7 @@ def write_sample(model: nn.Module, tokenizer: Tokenizer, config: SampleConfig, s
     draws = {"temperature": config.temperature, "top_k": 0, "top_p": 1.0} if config.temperature > 0 else {}
     prompt = torch.tensor([ids], device=device)
     # transformers draws from the global stream: it gets one of its own, and ours is put back.
-    with torch.random.fork_rng():
-        torch.manual_seed(derive_seed(seed, "sample"))
+    with own_stream(seed, "sample", device=device):
         written: Tensor = cast(Any, model).generate(
             prompt,
             attention_mask=torch.ones_like(prompt),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from adafrugal.core.errors import CheckpointError, NonFiniteError
 from adafrugal.core.ledger import Ledger
+from adafrugal.core.rng import own_stream
 from adafrugal.core.values import Budget, Cost, StepReport
 from adafrugal.optim.methods import AdaFRUGAL
 from adafrugal.optim.split import SplitOptimizer
@@ -42,6 +43,7 @@ class Progress:
         sum_state_bytes: Optimizer state held after each step, added up, for the mean.
         evaluation_cost: Cost of one evaluation, which the last one will need again.
         step_cost: Cost of the newest step.
+        scores: Of the newest evaluation, where labelled examples are answered.
     """
 
     step: int = 0
@@ -54,6 +56,7 @@ class Progress:
     sum_state_bytes: int = 0
     evaluation_cost: Cost = field(default_factory=Cost)
     step_cost: Cost = field(default_factory=Cost)
+    scores: dict[str, float] = field(default_factory=dict[str, float])
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers."""
@@ -224,7 +227,9 @@ class Trainer:
             optimizer.set_progress(spent_before)
         batch = self._ranks.share(parts.windows.next_batch(self._config.batch.sequences)).to(parts.device)
         pieces = cast(tuple[Tensor, ...], batch.split(parts.micro_sequences))
-        backward = parts.source.run(parts.model, pieces, parts.task, parts.sink)
+        rank = str(self._ranks.layout.rank)
+        with own_stream(self._config.seed, "dropout", rank, self.progress.step, parts.device):
+            backward = parts.source.run(parts.model, pieces, parts.task, parts.sink)
         self._refuse_broken(backward.loss)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -281,23 +286,16 @@ class Trainer:
         now.evaluation_cost = found.cost
         now.ledger.bill("evaluation", Cost(flops=found.cost.flops))
         self._bill_time("evaluation")
-        now.val_loss, now.bits_per_byte = found.loss, found.bits_per_byte
+        now.val_loss, now.bits_per_byte, now.scores = found.loss, found.bits_per_byte, dict(found.scores)
         if now.best_val_loss is None or found.loss < now.best_val_loss:
             now.best_val_loss, now.best_bits_per_byte = found.loss, found.bits_per_byte
         grew = False
         optimizer = self._parts.optimizer
         if isinstance(optimizer, AdaFRUGAL) and not final:
             grew = optimizer.observe(found.loss, step=now.step)
-        self._log.append(
-            {
-                **self._common(),
-                "val_loss": found.loss,
-                "perplexity": found.perplexity,
-                "bits_per_byte": found.bits_per_byte,
-            }
-        )
+        self._log.append({**self._common(), **found.record()})
         self._console.say(
-            f"step {now.step}: held-out loss {found.loss:.4f}, {found.bits_per_byte:.4f} bits per byte"
+            f"step {now.step}: {found.words()}"
             + (f"; the gap grows to {optimizer.param_groups[0]['update_gap']} steps" if grew else "")
         )
         return found

@@ -17,6 +17,9 @@ class Masked:
     def num_targets(self, batch: torch.Tensor) -> int:
         return int((batch[:, 1:] >= 0).sum())
 
+    def num_tokens(self, batch: torch.Tensor) -> int:
+        return batch.numel()
+
     def loss_sum(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         logits = model(batch[:, :-1].clamp_min(0))
         targets = batch[:, 1:].flatten()
@@ -63,6 +66,29 @@ def test_clipping_and_its_norm_are_torchs() -> None:
     assert report.grad_norm == pytest.approx(float(norm), rel=1e-6)
     for a, b in zip(grads(ours), grads(theirs), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
+
+
+class Scaled(Masked):
+    """The same task with a loss, and so a gradient, of any size."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def loss_sum(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return super().loss_sum(model, batch).float() * self.factor
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_norm_whose_square_overflows_float16_is_finite_and_clips(dtype) -> None:
+    """5000 squared is 25 million, and float16 ends at 65504."""
+    exact, low = tiny_model(), tiny_model().to(dtype)
+    expected = Backprop().run(exact, [tokens(4, 13, 0)], Scaled(1.0), keep_gradient).grad_norm
+    factor = 5000 / expected
+    report = Backprop(max_grad_norm=1.0).run(low, [tokens(4, 13, 0)], Scaled(factor), keep_gradient)
+    # Forward and backward in 8 bits of mantissa: a per cent.
+    assert report.grad_norm == pytest.approx(5000, rel=0.02)
+    clipped = torch.stack([grad.double().norm() for grad in grads(low)]).norm()
+    assert clipped.item() == pytest.approx(1.0, rel=0.01)
 
 
 def test_every_trainable_parameter_is_handed_over_exactly_once() -> None:
