@@ -54,7 +54,7 @@ FINE_TUNING_RATES: Mapping[str, Rates] = {
     "frugal": Rates(lr=3e-4),
     "galore": Rates(lr=1e-3),
     "badam": Rates(lr=1e-4),
-    "signsgd": Rates(lr=3e-5),
+    "signsgd": Rates(lr=1e-4),
     "adamw": Rates(lr=1e-4),
     "sgd": Rates(lr=1e-2),
 }
