@@ -1,4 +1,4 @@
-"""The command line: `adafrugal train`. Options, YAML files and their errors all come from the configuration classes."""
+"""The command line. Options of `train`, YAML files and their errors all come from the configuration classes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from adafrugal.train.console import open_console
 from adafrugal.train.distributed import lost_another, open_ranks, say_error
 from adafrugal.train.job import CONFIG_FILE, new_folder, resolved_out, run_training
 
-COMMANDS = {"train": "train a language model on text, inside a budget"}
+COMMANDS = {
+    "train": "train a language model on text, or on labelled examples, inside a budget",
+    "plan": "say what fits into memory, what dominates, and how large a model a budget is for",
+}
 _SECTIONS = {
     "text": "TextConfig",
     "tokenizer": "TokenizerConfig",
@@ -53,6 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"one of {', '.join(COMMANDS)}",
                 f"See adafrugal --help.{nearest_name(words[0], COMMANDS)}",
             )
+        if words[0] == "plan":
+            from adafrugal.cli_plan import plan_command
+
+            print(plan_command(words[1:]))
+            return 0
         return _train(words[1:])
     except FourFactsError as error:
         say_error(_as_options(str(error)))
