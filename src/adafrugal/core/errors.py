@@ -53,6 +53,10 @@ class CheckpointError(FourFactsError, RuntimeError):
     """A checkpoint is absent, broken, or belongs to another model or configuration."""
 
 
+class MemoryLimitError(FourFactsError, RuntimeError):
+    """An allocator refused memory, and nothing is left that could be made smaller."""
+
+
 class NonFiniteError(FourFactsError, ArithmeticError):
     """A gradient or loss held NaN or infinity; names the parameters and the step."""
 

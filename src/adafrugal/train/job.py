@@ -184,6 +184,8 @@ def _summary(
         "best_val_loss": progress.best_val_loss,
         "best_bits_per_byte": progress.best_bits_per_byte,
         "final_scores": progress.scores,
+        "micro_sequences": progress.micro_sequences or parts.micro_sequences,
+        "halved_for_memory": progress.micro_sequences is not None,
         "peak_optimizer_state_bytes": progress.peak_state_bytes,
         "mean_optimizer_state_bytes": round(progress.sum_state_bytes / max(1, progress.step)),
         "final_optimizer_state_bytes": trainer.whole_state_bytes(),

@@ -8,14 +8,14 @@ import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
 from adafrugal.core.errors import CheckpointError, NonFiniteError
 from adafrugal.core.ledger import Ledger
 from adafrugal.core.rng import own_stream
-from adafrugal.core.values import Budget, Cost, StepReport
+from adafrugal.core.values import Backward, Budget, Cost, StepReport
 from adafrugal.optim.methods import AdaFRUGAL
 from adafrugal.optim.split import SplitOptimizer
 from adafrugal.train.assemble import Parts
@@ -26,6 +26,7 @@ from adafrugal.train.evaluate import Evaluation
 from adafrugal.train.gathering import gathered, load_optimizer, load_weights, whole_weights
 from adafrugal.train.metrics import MetricsLog
 from adafrugal.train.optimizers import state_bytes
+from adafrugal.train.pieces import Pieces
 
 _DEAF_SECONDS = 2.0
 
@@ -44,6 +45,7 @@ class Progress:
         evaluation_cost: Cost of one evaluation, which the last one will need again.
         step_cost: Cost of the newest step.
         scores: Of the newest evaluation, where labelled examples are answered.
+        micro_sequences: Windows of a micro-batch now, if memory ran out and it was halved.
     """
 
     step: int = 0
@@ -57,6 +59,7 @@ class Progress:
     evaluation_cost: Cost = field(default_factory=Cost)
     step_cost: Cost = field(default_factory=Cost)
     scores: dict[str, float] = field(default_factory=dict[str, float])
+    micro_sequences: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers."""
@@ -142,6 +145,11 @@ class Trainer:
         self._ranks = parts.ranks
         self._stop = Stop(0.0 if self._ranks.alone else _DEAF_SECONDS)
         self._watch = self._ranks.now()
+        self._pieces = Pieces(
+            parts.micro_sequences,
+            can_retry=self._ranks.alone and not config.fused_backward,
+            told=self._note_smaller_pieces,
+        )
         self._recent: list[StepReport] = []
         self._state_key: tuple[Any, ...] | None = None
         self._state_bytes = 0
@@ -226,10 +234,7 @@ class Trainer:
         if isinstance(optimizer, AdaFRUGAL):
             optimizer.set_progress(spent_before)
         batch = self._ranks.share(parts.windows.next_batch(self._config.batch.sequences)).to(parts.device)
-        pieces = cast(tuple[Tensor, ...], batch.split(parts.micro_sequences))
-        rank = str(self._ranks.layout.rank)
-        with own_stream(self._config.seed, "dropout", rank, self.progress.step, parts.device):
-            backward = parts.source.run(parts.model, pieces, parts.task, parts.sink)
+        backward = self._pieces.run(self.progress.step + 1, batch, self._backward)
         self._refuse_broken(backward.loss)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -251,6 +256,17 @@ class Trainer:
             )
         )
         self._show()
+
+    def _backward(self, pieces: tuple[Tensor, ...]) -> Backward:
+        """The gradient of a step; what the model draws depends on the step alone."""
+        parts, rank = self._parts, str(self._ranks.layout.rank)
+        with own_stream(self._config.seed, "dropout", rank, self.progress.step, parts.device):
+            return parts.source.run(parts.model, pieces, parts.task, parts.sink)
+
+    def _note_smaller_pieces(self, size: int) -> None:
+        self.progress.micro_sequences = size
+        self._log.append({**self._common(), "micro_sequences": size, "event": "out of memory"})
+        self._console.say(f"step {self.progress.step + 1}: out of memory; taken again with micro-batches of {size}")
 
     def _refuse_broken(self, loss: float) -> None:
         if loss - loss != 0.0:
@@ -425,6 +441,7 @@ class Trainer:
         load_optimizer(self._parts.optimizer, loaded["optimizer"], self._ranks)
         self._parts.windows.load_state_dict(loaded["windows"])
         self.progress = Progress.from_state(loaded["progress"])
+        self._pieces.size = self.progress.micro_sequences or self._pieces.size
 
 
 def _pace(reports: list[StepReport]) -> float:
