@@ -149,6 +149,7 @@ class _Walk:
         self.ops = Operations(tape=self.tape, weight_size=setting.weight_bytes, product_size=setting.compute_bytes)
         self.h = setting.tokens * shape.hidden_size
         self.rotary: Buffer | None = None
+        self.mask: Buffer | None = None
 
     def bytes(self) -> StepBytes:
         """Forward, then backward."""
@@ -179,7 +180,10 @@ class _Walk:
             hidden = ops.add(hidden, ops.embedding(positions, self.h))
         else:
             self.rotary = tape.hold(2 * self.setting.sequence_length * shape.head_dim * hidden.size)
+        if not self.setting.fused_attention:  # blocks share one mask of their scores
+            self.mask = tape.hold(self.setting.tokens * self.setting.sequence_length * hidden.size)
         hidden = self.blocks(hidden)
+        self.mask = None
         if shape.num_outer_norms:
             tape.section = "norm"
             hidden = self.norm(hidden, self.norm_weights("norm"))
@@ -229,7 +233,7 @@ class _Walk:
             return self.inner(hidden, weights)
         rotary, seed = self.rotary, tape.hold(_SEED_BYTES)
 
-        def keep_input(gradient: Buffer, saved: object = (hidden.buffer, seed)) -> tuple[Buffer]:
+        def keep_input(gradient: Buffer, saved: object = (hidden.buffer, seed, self.mask)) -> tuple[Buffer]:
             return (gradient,)
 
         del seed
@@ -282,7 +286,11 @@ class _Walk:
             turned = ops.rotate(query, self.rotary, table_size), ops.rotate(key, self.rotary, table_size)
             query, key = turned
             del turned
-        mixed = ops.fused_attention(query, key, value, tokens * shape.num_heads)
+        if self.setting.fused_attention:
+            mixed = ops.fused_attention(query, key, value, tokens * shape.num_heads)
+        else:
+            num_scores = tokens * self.setting.sequence_length * shape.num_heads
+            mixed = ops.eager_attention(query, key, value, num_scores)
         return self.linear(mixed, weights, "output", self.h)
 
     def linear(self, x: Value, weights: Mapping[str, Parameter], name: str, numel: int) -> Value:

@@ -264,6 +264,59 @@ class Operations:
 
         return Value(result, numels[0], size, tape.node((query.node, key.node, value.node), backward))
 
+    def eager_attention(self, query: Value, key: Value, value: Value, num_scores: int) -> Value:
+        """Attention written out: scores, scaled, masked, softmax in float32, and the product with the values.
+
+        Heads are copied together for the products, and grouped keys and values once for each query head.
+
+        Args:
+            query: Queries.
+            key: Keys.
+            value: Values.
+            num_scores: Tokens times length times heads.
+        """
+        query, key, value = (self._repeated(x, query.numel) for x in (query, key, value))
+        scores = self._product(query, key, num_scores)
+        scores = self._elementwise(scores)
+        scores = self._elementwise(scores)  # with the mask, which needs no gradient
+        wide = self.cast(scores, FLOAT32_BYTES)
+        tape, num_bytes = self.tape, num_scores * FLOAT32_BYTES
+        result = tape.hold(num_bytes)
+
+        def backward(gradient: Buffer, saved: object = self.keep(result)) -> Sequence[Buffer | None]:
+            return (tape.hold(num_bytes),)
+
+        shares = Value(result, num_scores, FLOAT32_BYTES, tape.node((wide.node,), backward))
+        del wide, result
+        shares = self.cast(shares, self.product_size)
+        return self._elementwise(self._product(shares, value, query.numel))
+
+    def _repeated(self, x: Value, numel: int) -> Value:
+        """Heads side by side in memory, each as often as there are query heads for it."""
+        tape, size = self.tape, self.product_size
+        x = self.cast(x, size)
+        shrinks, back = x.numel < numel, x.numel * size
+
+        def backward(gradient: Buffer) -> Sequence[Buffer | None]:
+            return (tape.hold(back) if shrinks else gradient,)
+
+        return tape.make(numel, size, (x,), backward)
+
+    def _product(self, x: Value, y: Value, numel: int) -> Value:
+        """A batched product of two values: saves both."""
+        tape, size = self.tape, self.product_size
+        num_bytes = [x.numel * size, y.numel * size]
+
+        def backward(gradient: Buffer, saved: object = self.keep(x.buffer, y.buffer)) -> Sequence[Buffer | None]:
+            return [tape.hold(count) for count in num_bytes]
+
+        return tape.make(numel, size, (x, y), backward)
+
+    def _elementwise(self, x: Value) -> Value:
+        """A new tensor that saves nothing: scaled, shifted, or laid out in another order."""
+        tape, num_bytes = self.tape, x.numel * x.size
+        return tape.make(x.numel, x.size, (x,), lambda gradient: (tape.hold(num_bytes),))
+
     def laid_out(self, x: Value) -> Value:
         """Heads side by side, as a product gave them; their gradient comes head by head, and is copied back."""
         tape, num_bytes = self.tape, x.numel * x.size

@@ -91,9 +91,11 @@ def laid_out(shape: ModelShape, setting: StepSetting, layout: Layout) -> LaidOut
     copied into its bucket; where gradients are no views of the buckets, both are held.
 
     FSDP2 holds 1/R of weights and gradients. Weights outside of the blocks are gathered from the start of forward to
-    the end of backward; of the blocks two are whole at once, the one at work and the one that is fetched ahead. In
-    backward a block's gradients are whole until they are scattered, and once more in the buffer that they are
-    scattered from, which is float32.
+    the end of backward. Of the blocks, forward leaves one in the buffer that it was gathered into, and backward has two
+    whole at once, the one at work and the one that is fetched ahead, beside the gradients of the one at work and the
+    float32 buffer from which those of the one before are scattered. Gradients outside of the blocks are whole until the
+    end, and then lie in such a buffer as well. How far transfers overlap is a matter of time, so that measured peaks
+    differ from run to run.
 
     Args:
         shape: The model.
@@ -127,15 +129,28 @@ def laid_out(shape: ModelShape, setting: StepSetting, layout: Layout) -> LaidOut
         )
     block = sum(block_weights(shape).values())
     outside = shape.num_parameters - shape.num_layers * block
-    step = step_bytes(shape, replace(setting, fused_backward=True, accumulation=1))
+    alone = replace(setting, fused_backward=True, accumulation=1)  # without gradients, which are shared
+    step, growing = step_bytes(shape, alone), step_bytes(shape, replace(alone, fused_backward=False))
     shards = layout.share(shape.num_parameters) * setting.weight_bytes
-    gathered = (outside + min(2, shape.num_layers) * block) * setting.weight_bytes
-    scattered = {"blocks": block, "head": outside, "norm": outside, "embedding": outside}
+    # Whole weights and whole gradients at each moment, in parameters; what is scattered at the end is float32 besides.
+    gathered = {"forward": outside + block, "head": outside, "norm": outside, "embedding": outside}
+    gathered["blocks"] = outside + min(2, shape.num_layers) * block
+    in_whole = {"blocks": block * setting.weight_bytes, "embedding": outside * (setting.weight_bytes + FLOAT32_BYTES)}
+    scattering = block * FLOAT32_BYTES
+    first = shards if setting.accumulation > 1 else 0
     moments: dict[str, tuple[int, int]] = {}
-    for name, (total, _) in step.moments.items():
-        whole = scattered.get(name, 0) * (setting.weight_bytes + FLOAT32_BYTES)
-        there = 0 if name == "forward" and setting.accumulation == 1 else shards
-        moments[name] = (total + gathered + whole + there, there + whole)
+    for name, (without, _) in step.moments.items():
+        grown, gradients = growing.moments[name]
+        last = max(first, layout.share(gradients))
+        at_first_block = grown - gradients > without - scattering  # then nothing is scattered yet
+        beside = scattering if name == "blocks" and not at_first_block else 0
+        levels = [(without + first, first), (grown - gradients + last + beside, last)]
+        if name == "blocks" and shape.num_layers > 1:  # the second of backward, beside what the first scatters
+            second = step_bytes(replace(shape, num_layers=shape.num_layers - 1), alone).moments[name][0]
+            levels.append((second + first + scattering, first))
+        total, there = max(levels)
+        whole = in_whole.get(name, 0)
+        moments[name] = (total + gathered[name] * setting.weight_bytes + whole, there + whole)
     return LaidOut(
         weight_bytes=shards,
         moments=moments,

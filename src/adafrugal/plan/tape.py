@@ -13,7 +13,6 @@ from heapq import heappop, heappush
 from typing import cast
 
 _FIRST = sys.maxsize  # the number of a parameter's node
-_ONE_HOLDER = 3  # references that `sys.getrefcount` sees of a buffer that nothing but the engine's slot holds
 
 
 class Buffer:
@@ -188,11 +187,25 @@ class Tape:
         heappush(ready, (-node.number, self._pushed, node))
 
     def _add(self, target: Node, part: Buffer) -> None:
-        held = target.pending
-        if held is None:
+        if target.pending is None:
             target.pending = part
-        elif held.is_view or sys.getrefcount(held) > _ONE_HOLDER:
+        elif target.pending.is_view or _references(target) > _ALONE:
             target.pending = self.hold(part.num_bytes)
+
+
+def _references(node: Node) -> int:
+    """References to a node's pending gradient, as this function sees them."""
+    return sys.getrefcount(node.pending)
+
+
+def _references_of_one() -> int:
+    """What `_references` sees of a gradient that nothing but its node holds: it depends on the interpreter."""
+    node = Node(0, "", (), None)
+    node.pending = Tape().hold(0)
+    return _references(node)
+
+
+_ALONE = _references_of_one()
 
 
 def _run(node: Node) -> Sequence[Buffer | None]:

@@ -25,7 +25,7 @@ from adafrugal.optim.placing import Place, Placement, state_dtype_of
 from adafrugal.optim.rounding import compute_dtype
 from adafrugal.optim.rules import rule_of
 from adafrugal.optim.split import SplitOptimizer
-from adafrugal.optim.subspaces import BasisSubspace, LineSubspace
+from adafrugal.optim.subspaces import BasisSubspace, FixedSubspace, LineSubspace
 from adafrugal.plan.parallel import Layout
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -167,7 +167,7 @@ def _of_split(optimizer: SplitOptimizer, layout: Layout, device: DeviceKind) -> 
             index += math.ceil(frame * (1.0 if isinstance(place.subspace, BasisSubspace) else share))
             if param.dtype in (torch.bfloat16, torch.float16) and group["rounding"] == "kahan":
                 index += math.ceil(param.numel() * param.element_size() * share)
-            moving = width > 0 and not _is_whole(place, width)
+            moving = width > 0 and not isinstance(place.subspace, FixedSubspace)
             refreshes = refreshes or moving
             moment = math.ceil(moments * share) // max(1, len(rule.moment_powers))
             one = _needs(place, param, group, width, share, moment, device)
@@ -230,9 +230,10 @@ def _needs(
         return _Needs()
     full = math.ceil(geometry.numel * share) * dtype.itemsize
     part = 0 if whole else math.ceil(math.prod(subspace.state_shape(geometry, width)) * share) * dtype.itemsize
-    refresh = 0 if width == 0 else moment + (_fitting(place, width) if basis else 0)
+    moves = width > 0 and not isinstance(subspace, FixedSubspace)
+    refresh = moment + (_fitting(place, width) if basis else 0) if moves else 0
     fusable = isinstance(rule, FusedRule) and not low and not basis and state_dtype_of(param, group) == dtype
-    along_rows = not whole and width > 0 and not _in_columns(place)
+    along_rows = not whole and width > 0 and _in_rows(place)
     if fusable and (whole or width == 0 or along_rows) and (device == "cpu" or whole):
         cached = CACHED_ELEMENTS * dtype.itemsize
         return _Needs(full=0 if whole else min(full - part, cached), refresh=refresh)
@@ -247,8 +248,12 @@ def _needs(
     if basis and width > 0 and not whole:
         back = 2 * full + full // dtype.itemsize if rest_acts else full
     direction = (full if low else 0) + wide_states + back
-    noise = 7 * full // dtype.itemsize if group["rounding"] == "stochastic" and param.dtype == torch.bfloat16 else 0
-    own = max(direction, full + noise if low else 0)
+    rounding = 0
+    if low and group["rounding"] == "kahan":
+        rounding = full  # what was lost is computed in float32
+    elif group["rounding"] == "stochastic" and param.dtype == torch.bfloat16:
+        rounding = 7 * full // dtype.itemsize  # random bits, drawn and spread, and a mask of what is not a number
+    own = max(direction, full + rounding if low else 0)
     window = RunFrame(geometry, "cols", 0, width)
     pieces = 1
     if not low and not basis and _in_columns(place) and in_row_pieces(window, param.dtype, torch.device(device)):
@@ -260,6 +265,13 @@ def _in_columns(place: Place) -> bool:
     """Whether frames are one window of columns: neither rows, nor scattered lines, nor a basis."""
     subspace = place.subspace
     return isinstance(subspace, LineSubspace) and subspace.axis == "cols" and not subspace.scattered
+
+
+def _in_rows(place: Place) -> bool:
+    """Whether frames are runs of whole rows, whose elements lie side by side."""
+    subspace = place.subspace
+    by_rows = isinstance(subspace, LineSubspace) and subspace.axis == "rows" and not subspace.scattered
+    return by_rows and place.geometry.stack == 1
 
 
 def _fitting(place: Place, width: int) -> int:

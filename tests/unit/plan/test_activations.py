@@ -135,6 +135,19 @@ def test_later_micro_batches_have_the_gradients_of_the_first() -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("precision", PRECISIONS)
+def test_attention_that_is_written_out(precision: str, checkpointing: bool) -> None:
+    setting = StepSetting(
+        micro_batch=2, sequence_length=128, precision=precision, checkpointing=checkpointing, fused_attention=False
+    )
+    shape = SHAPES["grouped and tied"]
+    model = llama(shape, setting)
+    model.set_attn_implementation("eager")
+    expected = measured(model, shape, setting)
+    assert step_bytes(shape, setting).peak == pytest.approx(expected, rel=LLAMA)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_model_of_layer_norms_and_biases(precision: str, checkpointing: bool) -> None:
     setting = StepSetting(
         micro_batch=TOKENS[0], sequence_length=TOKENS[1], precision=precision, checkpointing=checkpointing
