@@ -115,17 +115,30 @@ class Clock:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What a policy may look at: a clock, the last losses, and the settings in force.
+    """What a policy may look at: a clock, the last loss, the settings in force, and what things cost and measure.
 
     Args:
         clock: Where the run stands.
         val_loss: The newest validation loss in nats per token, or None between evaluations.
         settings: Numbers in force, such as ``density`` and ``update_gap``.
+        spent: All that was billed so far.
+        costs: What one more of an action costs, by its name: ``"step"``, ``"evaluation"``, ``"refresh"``, ``"update"``.
+        measured: Other measurements by name, such as ``peak_bytes``; what is not measured is not there.
+        phase: What makes losses comparable: ``"warmup"``, ``"hold"``, or any name that changes with the evaluation
+            set, the data or a reset of the state.
+        finite: Whether all training losses since the last snapshot were finite.
+        checkpoint: The newest good checkpoint, or None where there is none.
     """
 
     clock: Clock
     val_loss: float | None = None
     settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
+    spent: Cost = field(default_factory=Cost)
+    costs: Mapping[str, Cost] = field(default_factory=dict[str, Cost])
+    measured: Mapping[str, float] = field(default_factory=dict[str, float])
+    phase: str = "hold"
+    finite: bool = True
+    checkpoint: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,12 +150,14 @@ class Decision:
         settings: The settings to write; empty where nothing changes.
         reason: One sentence.
         numbers: What was compared with what.
+        alternatives: What else was weighed and lost, each with its own numbers.
     """
 
     action: Literal["continue", "reallocate", "stop"] = "continue"
     settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
     reason: str = ""
     numbers: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
+    alternatives: tuple[Mapping[str, Setting], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
