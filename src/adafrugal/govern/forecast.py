@@ -237,8 +237,8 @@ def lasting(residuals: Sequence[float]) -> float:
         A factor, at least 1.
 
     Example:
-        >>> lasting([1.0, -1.0] * 20), round(lasting([1.0, 1.0, -1.0, -1.0] * 10 + [1.0] * 30), 2)
-        (1.0, 1.98)
+        >>> lasting([1.0, -1.0] * 10), round(lasting([1.0] * 10 + [-1.0] * 10), 2)
+        (1.0, 3.51)
     """
     size = sum(value * value for value in residuals)
     if size == 0.0:
