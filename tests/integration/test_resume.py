@@ -172,7 +172,8 @@ def test_a_time_budget_survives_a_kill_and_is_kept(tmp_path: Path, options: list
     budget, folder = 6.0, tmp_path / "run"
     given = [*options, "--budget.seconds", str(budget), "--checkpoint.every_steps", "2", "--log_every_steps", "1"]
     process = subprocess.Popen([sys.executable, "-m", "adafrugal", "train", "--out", str(folder), *given])
-    while not ((folder / "metrics.jsonl").exists() and len((folder / "metrics.jsonl").read_text().splitlines()) > 20):
+    while not ((folder / "metrics.jsonl").exists() and len((folder / "metrics.jsonl").read_text().splitlines()) > 5):
+        assert process.poll() is None, "it is still to be killed, however slow the machine"
         time.sleep(0.02)
     process.kill()
     process.wait()
